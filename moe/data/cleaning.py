@@ -1,0 +1,75 @@
+"""From the strings of a program's translation catalogue to plain sentences."""
+
+from __future__ import annotations
+
+import html
+import re
+import unicodedata
+from collections import Counter
+
+_LINE_TAG = re.compile(r"</?(?:br|p|li|ul|ol|div|h\d)\b[^<>]*>", re.IGNORECASE)
+_TAG = re.compile(r"</?[A-Za-z][^<>]*>|<!--.*?-->")
+_LINK = re.compile(r"!?\[([^\[\]]*)\] ?\(\s*(?:\{[^{}]*\}|https?:[^()\s]*|[#/][^()\s]*)\s*\)")
+_EMPHASIS = re.compile(r"\*\*|`")
+_ACCELERATOR = re.compile(r"\s*\([_&]\w\)|(?<!\w)[_&](?=[^\W\d_])")
+_PLACEHOLDER = re.compile(
+    r"%\(\w+\)[-+ #0]*\d*(?:\.\d+)?[a-zA-Z]|\{[^{}]*\}|%[-+#0]*\d*(?:\.\d+)?[sdifrgx]|%%|https?://[!-~]*"
+)
+_SPACE = re.compile(r"\s+")
+_INVISIBLE = re.compile(r"[\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+_OTHER_SCRIPT = frozenset(
+    "am ar be bg bn ckb dv el fa gu he hi hy ja ka kk km kn ko ky lo mk ml mn mr my ne pa ru sr ta te "
+    "tg th ug uk ur zh".split()
+)
+
+
+def clean_pair(english: str, translation: str, lang: str) -> tuple[str, str] | None:
+    """Both sides as plain text, or None where the pair would teach nothing or something wrong.
+
+    Markup, links and keyboard accelerators go; placeholders such as `{name}` and `%(count)s` stay.
+    A pair is dropped when
+
+    - one side is empty, without a letter, or of more than 60 words;
+    - the translation repeats the English, or is not in the script of its language;
+    - the two sides have not the same placeholders and addresses;
+    - one side is far longer than the other (more than four times, short texts aside).
+
+    Args:
+      english: the string of the program.
+      translation: its translation, as the catalogue has it.
+      lang: BCP-47 tag of the translation.
+
+    Returns:
+      (english, translation), or None.
+    """
+    source, target = plain_text(english), plain_text(translation)
+    if not (_is_sentence(source) and _is_sentence(target)) or source.casefold() == target.casefold():
+        return None
+    if _placeholders(source) != _placeholders(target) or not _in_script(target, lang):
+        return None
+    short, long = sorted((len(source), len(target)))
+    return None if long + 10 > 4 * (short + 10) else (source, target)
+
+
+def plain_text(text: str) -> str:
+    """The text as a reader sees it: no tags, no entities, no accelerators, single spaces."""
+    text = _TAG.sub("", _LINE_TAG.sub(" ", html.unescape(text)))
+    text = _EMPHASIS.sub("", _LINK.sub(r"\1", text))
+    text = _ACCELERATOR.sub("", _INVISIBLE.sub("", text))
+    return _SPACE.sub(" ", unicodedata.normalize("NFC", text)).strip()
+
+
+def _is_sentence(text: str) -> bool:
+    words = _PLACEHOLDER.sub("", text)
+    return any(map(str.isalpha, words)) and words.count(" ") < 60
+
+
+def _placeholders(text: str) -> Counter[str]:
+    return Counter(_PLACEHOLDER.findall(text))
+
+
+def _in_script(text: str, lang: str) -> bool:
+    """False for a translation in Latin letters alone where the language is written in others."""
+    if lang.split("-")[0] not in _OTHER_SCRIPT or lang.endswith("-Latn"):
+        return True
+    return any(character.isalpha() and character > "\u024f" for character in text)

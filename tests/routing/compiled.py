@@ -1,0 +1,38 @@
+"""`top2` compiled once for each shape and set of options, and its plan beside the oracle's."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from moe import routing
+
+top2 = jax.jit(
+    routing.top2,
+    static_argnames=(
+        "capacity",
+        "second_policy",
+        "slot_rule",
+        "renormalize_after_drop",
+        "batch_priority",
+    ),
+)
+
+
+def assert_same_plan(plan, expected) -> None:
+    """The decisions of a plan are the oracle's, its numbers too as far as float32 goes.
+
+    Expert and slot of a choice mean nothing where it is not assigned, or not kept.
+    """
+    choices = expected.choices
+    np.testing.assert_array_equal(plan.assigned_GSK, choices.assigned_GSK)
+    np.testing.assert_array_equal(plan.kept_GSK, choices.kept_GSK)
+    for name, where_GSK in [("expert_GSK", choices.assigned_GSK), ("slot_GSK", choices.kept_GSK)]:
+        ours, theirs = np.asarray(getattr(plan, name)), getattr(choices, name)
+        assert ours.dtype == np.int32
+        np.testing.assert_array_equal(ours[where_GSK], theirs[where_GSK], err_msg=name)
+    for name in ["probs_GSE", "gate_GSK", "aux_loss", "z_loss"]:
+        ours = np.asarray(getattr(plan, name))
+        assert ours.dtype == np.float32
+        # An exponential, a sum and a quotient: a few units in the seventh digit.
+        np.testing.assert_allclose(ours, getattr(expected, name), 3e-6, 1e-7, err_msg=name)
