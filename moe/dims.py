@@ -10,6 +10,7 @@ from __future__ import annotations
 DIMS = {
     "B": "batch",  # rows of a batch
     "L": "length",  # tokens in a row
+    "T": "memory",  # tokens attended to, where they are not those of L
     "G": "groups",  # independent routing groups
     "S": "group_tokens",  # tokens in a group
     "E": "experts",
