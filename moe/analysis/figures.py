@@ -29,7 +29,7 @@ def layers_figure(load: StackLoad, layers: list[LayerSummary]) -> Figure:
     """Layer by expert: the load of each expert over all directions."""
     total = load.total
     trace = _heatmap(
-        total.share_RYE[0],
+        total.share_RYE[0] * load.num_experts,
         y=[f"layer {layer.layer}" for layer in layers],
         counts=total.assigned_RYE[0],
         hover="%{y}, expert %{x}<br><b>%{text}</b> times its share<br>%{customdata:,} choices",
@@ -42,7 +42,7 @@ def directions_figure(load: StackLoad, layer: int) -> Figure:
     names = [escape(str(row)) for row in load.rows]
     bits_R = np.nan_to_num(load.divergence_RY[:, layer])
     heatmap = _heatmap(
-        load.share_RYE[:, layer],
+        load.share_RYE[:, layer] * load.num_experts,
         y=names,
         counts=load.assigned_RYE[:, layer],
         hover="%{y}, expert %{x}<br><b>%{text}</b> times its share<br>%{customdata:,} choices",
@@ -135,7 +135,7 @@ def history_figure(history: StackLoad, layer: int) -> Figure:
     """Expert by step for one layer; neighbouring steps are summed to TIME_COLUMNS columns."""
     binned = over_time(history)
     trace = _heatmap(
-        binned.share_RYE[:, layer].T,
+        binned.share_RYE[:, layer].T * history.num_experts,
         y=[f"expert {expert}" for expert in range(history.num_experts)],
         counts=binned.assigned_RYE[:, layer].T,
         hover="%{y} from step %{x}<br><b>%{text}</b> times its share<br>%{customdata:,} choices",
@@ -183,15 +183,13 @@ def over_time(history: StackLoad) -> StackLoad:
 
 
 def _heatmap(
-    share_RE: np.ndarray, *, y: list[str], counts: np.ndarray, hover: str
+    ratio_RE: np.ndarray, *, y: list[str], counts: np.ndarray, hover: str
 ) -> dict[str, Any]:
-    """Rows of shares among `counts` choices; the fair share is one over the experts of a layer."""
-    experts = share_RE.shape[1] if not y or not y[0].startswith("expert") else share_RE.shape[0]
-    ratio_RE = share_RE * experts
+    """Loads over the fair share, and the choices they were counted from."""
     colour_RE = np.log2(np.clip(ratio_RE, 2**-CLIP, 2**CLIP))
     trace = {
         "type": "heatmap",
-        "x": list(range(share_RE.shape[1])),
+        "x": list(range(ratio_RE.shape[1])),
         "y": y,
         "z": _rounded(colour_RE),
         "zmin": -CLIP,
@@ -204,7 +202,7 @@ def _heatmap(
         "xgap": 1,
         "ygap": 1,
     }
-    if share_RE.shape[1] <= _MAX_CELLS_WITH_TEXT:
+    if ratio_RE.shape[1] <= _MAX_CELLS_WITH_TEXT:
         trace["texttemplate"] = "%{text}"
     return trace
 
@@ -214,7 +212,7 @@ def _line(layer: LayerSummary, x: np.ndarray, y: Any, shown: str) -> dict[str, A
         "type": "scatter",
         "mode": "lines",
         "name": layer.name,
-        "x": _rounded(x),
+        "x": x.tolist(),
         "y": _rounded(np.asarray(y)),
         "meta": {"layer": f"{layer.stack}:{layer.layer}"},
         "hovertemplate": f"%{{fullData.name}}<br>at %{{x}}: <b>{shown}</b><extra></extra>",

@@ -82,9 +82,7 @@ def require_pairs(pairs: Pairs) -> None:
         )
 
 
-def sample_texts(
-    pairs: Pairs, *, num_texts: int, temperature: float, seed: int
-) -> Iterator[str]:
+def sample_texts(pairs: Pairs, *, num_texts: int, temperature: float, seed: int) -> Iterator[str]:
     """Single sentences of all languages in temperature proportion, to train a tokenizer on.
 
     Each language's texts are the source sides and the target sides written in it. A language with

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+
+import numpy as np
 
 from moe.data.pairs import Split, normalise
 
@@ -69,23 +71,28 @@ def split_texts(
 def near_duplicates(texts: Iterable[str], held_out: Collection[str]) -> set[str]:
     """Those of the texts that would give a held-out sentence away.
 
-    A text does when it equals a held-out sentence but for case, punctuation and digits, or when it
-    contains half or more of the distinct word 4-grams, or of the distinct character 4-grams, of a
-    held-out sentence.
+    A text does so in any of three ways:
 
-    Time grows with the texts, not with texts times held-out sentences: whoever has half of a
-    sentence's n-grams has one of its rarer half, so only those are looked up.
+    - it equals a held-out sentence but for case, punctuation and digits;
+    - it contains half or more of the distinct word 4-grams of a held-out sentence;
+    - the two share half or more of the distinct character 4-grams of the one that has more.
 
     Returns:
       A subset of `texts`.
     """
     skeletons = {_skeleton(text) for text in held_out}
-    indexes = [_GramIndex(grams, held_out) for grams in (_word_grams, _character_grams)]
-    return {
-        text
-        for text in texts
-        if _skeleton(text) in skeletons or any(index.gives_away(text) for index in indexes)
-    }
+    words, characters = (_Grams(kind, held_out) for kind in (_word_grams, _character_grams))
+
+    def gives_away(text: str) -> bool:
+        if _skeleton(text) in skeletons:
+            return True
+        _, shared, of_held_out = words.overlaps(text)
+        if np.any(2 * shared >= of_held_out):
+            return True
+        of_text, shared, of_held_out = characters.overlaps(text)
+        return bool(np.any(2 * shared >= np.maximum(of_held_out, of_text)))
+
+    return {text for text in texts if gives_away(text)}
 
 
 def _skeleton(text: str) -> str:
@@ -102,23 +109,24 @@ def _character_grams(text: str) -> set[str]:
     return {key[i : i + _GRAM] for i in range(len(key) - _GRAM + 1)}
 
 
-class _GramIndex:
-    """Finds out whether a text contains half of the n-grams of some held-out sentence."""
+class _Grams:
+    """The n-grams of the held-out sentences, found by n-gram."""
 
-    def __init__(self, grams_of, held_out: Iterable[str]):
+    def __init__(self, grams_of: Callable[[str], set[str]], held_out: Collection[str]):
         self._grams_of = grams_of
-        self._sentences = [grams for grams in map(grams_of, held_out) if grams]
-        frequency = Counter(gram for grams in self._sentences for gram in grams)
-        self._by_gram: dict[str, list[set[str]]] = defaultdict(list)
-        for grams in self._sentences:
-            by_rarity = sorted(grams, key=lambda gram: (frequency[gram], gram))
-            for gram in by_rarity[: len(grams) // 2 + 1]:
-                self._by_gram[gram].append(grams)
+        grams = [found for found in map(grams_of, held_out) if found]
+        self._sizes = np.array([len(found) for found in grams], np.int32)
+        numbers = defaultdict(list)
+        for number, found in enumerate(grams):
+            for gram in found:
+                numbers[gram].append(number)
+        self._numbers = {gram: np.array(held, np.int32) for gram, held in numbers.items()}
 
-    def gives_away(self, text: str) -> bool:
+    def overlaps(self, text: str) -> tuple[int, np.ndarray, np.ndarray]:
+        """How many n-grams the text has, shares with each held-out sentence, and each has."""
         grams = self._grams_of(text)
-        return any(
-            2 * len(grams & held) >= len(held)
-            for gram in grams
-            for held in self._by_gram.get(gram, ())
-        )
+        found = [self._numbers[gram] for gram in grams if gram in self._numbers]
+        if not found:
+            return len(grams), np.zeros(0, np.int32), np.zeros(0, np.int32)
+        shared = np.bincount(np.concatenate(found), minlength=len(self._sizes))
+        return len(grams), shared, self._sizes

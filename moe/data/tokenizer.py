@@ -28,7 +28,7 @@ class TokenizerConfig:
     """How the tokenizer of a run is trained.
 
     Attributes:
-      vocab_size: number of pieces, including 4 special ones, a tag for each language, and 256 bytes.
+      vocab_size: number of pieces, with the 4 special ones, a tag for each language and 256 bytes.
       model_type: "unigram" (Kudo 2018) or "bpe" (Sennrich et al. 2016).
       character_coverage: share of the characters in the texts that get a piece of their own; the
         rarest others are spelled in bytes.
@@ -53,7 +53,7 @@ class TokenizerConfig:
             )
         if self.model_type not in ("unigram", "bpe"):
             raise UserError(
-                f'model_type must be "unigram" or "bpe": got "{self.model_type}". Choose one of them.'
+                f'model_type must be "unigram" or "bpe": got "{self.model_type}". Choose one.'
             )
 
 
@@ -110,8 +110,8 @@ class Tokenizer:
         for tag in tags:
             if not _TAG.fullmatch(tag):
                 raise UserError(
-                    f'language must be a tag without spaces, commas and brackets: got "{tag[2:-1]}".'
-                    ' Name it like "de" or "zh-Hans".'
+                    "language must be free of spaces, commas, quotes and brackets: got "
+                    f'"{tag[2:-1]}". Name it like "de" or "zh-Hans".'
                 )
         model = io.BytesIO()
         try:
@@ -155,7 +155,9 @@ class Tokenizer:
                 f"tokenizer must be a SentencePiece model: got {path}, which is damaged. "
                 "Restore the file or train the run again."
             ) from error
-        ids = [getattr(tokenizer._processor, f"{name}_id")() for name in ("pad", "unk", "bos", "eos")]
+        ids = [
+            getattr(tokenizer._processor, f"{name}_id")() for name in ("pad", "unk", "bos", "eos")
+        ]
         if ids != [0, 1, 2, 3] or not tokenizer._tag_ids:
             raise UserError(
                 "tokenizer must have pad, unk, bos, eos as pieces 0 to 3 and a tag <2xx> for each "
@@ -200,7 +202,9 @@ class Tokenizer:
         return self._processor.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts at once, on all cores."""
+        """`encode` of each text, on all cores where there are many."""
+        if len(texts) < 100:  # starting the threads costs more than they save
+            return [self.encode(text) for text in texts]
         return self._processor.encode(list(texts), num_threads=os.cpu_count() or 1)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -217,15 +221,13 @@ def train_tokenizer(
     seed: int = 0,
 ) -> Tokenizer:
     """Trains a tokenizer for the languages of the data, on texts drawn by temperature."""
-    texts = sample_texts(
-        pairs, num_texts=config.max_sentences, temperature=temperature, seed=seed
-    )
+    texts = sample_texts(pairs, num_texts=config.max_sentences, temperature=temperature, seed=seed)
     languages = {language for direction in pairs for language in direction}
     return Tokenizer.train(texts, languages=languages, path=path, config=config)
 
 
 def _training_error(config: TokenizerConfig, message: str) -> UserError:
-    """Says in our words what the SentencePiece trainer means, and the vocabulary size that works."""
+    """Says in our words what the SentencePiece trainer means, with a vocab_size that works."""
     if most := re.search(r"too high \(\d+\).*<= (\d+)", message):
         return UserError(
             f"vocab_size must be at most {most[1]} for these texts: got {config.vocab_size}. "

@@ -179,10 +179,11 @@ def test_a_whole_group_of_padding_changes_no_number():
 
 def test_padding_draws_no_chance_away_from_the_tokens():
     logits_GSE, key = normal_logits(1), jax.random.key(4)
-    mask_GS = np.arange(S) % 3 != 0
-    mask_GS = np.stack([mask_GS, mask_GS])
-    plan = top2(logits_GSE, capacity=S, key=key)
-    masked = top2(logits_GSE, capacity=S, key=key, token_mask_GS=mask_GS)
+    mask_GS = np.arange(G * S).reshape(G, S) % 3 != 0
+    plan, masked = (
+        top2(logits_GSE, capacity=C, slot_rule="paper", token_mask_GS=mask, key=key)
+        for mask in (np.ones((G, S), bool), mask_GS)
+    )
     assert 0 < plan.assigned_GSK[..., 1].sum() < G * S
     np.testing.assert_array_equal(masked.assigned_GSK, plan.assigned_GSK & mask_GS[..., None])
 
@@ -260,7 +261,8 @@ def finite_gradient(logits_GSE, **options):
         plan = top2(logits_GSE, second_policy="all", **options)
         return jnp.sum(plan.gate_GSK[..., 0]) + plan.aux_loss + plan.z_loss, plan
 
-    grad_GSE, plan = jax.grad(objective, has_aux=True)(jnp.asarray(logits_GSE, jnp.float32))
+    gradient = jax.jit(jax.grad(objective, has_aux=True))
+    grad_GSE, plan = gradient(jnp.asarray(logits_GSE, jnp.float32))
     for array in [grad_GSE, plan.gate_GSK, plan.probs_GSE, plan.aux_loss, plan.z_loss]:
         assert np.isfinite(array).all()
     return plan, grad_GSE
@@ -297,7 +299,7 @@ def test_the_gradient_of_one_groups_gates_stays_in_the_group():
         plan = top2(logits_GSE, capacity=C, second_policy="all")
         return jnp.sum(plan.gate_GSK[0, :, 0])
 
-    grad_GSE = jax.grad(gates_of_the_first_group)(normal_logits(0))
+    grad_GSE = jax.jit(jax.grad(gates_of_the_first_group))(normal_logits(0))
     assert grad_GSE[0].any()
     assert not grad_GSE[1].any()
 
@@ -312,8 +314,11 @@ def test_the_gradient_of_the_aux_loss_takes_the_shares_as_constants():
         mean_prob_GE = jax.nn.softmax(logits_GSE).mean(1)
         return jnp.mean(E * jnp.sum(share_GE * mean_prob_GE, -1))
 
-    ours = jax.grad(lambda x: top2(x, capacity=C, second_policy="all").aux_loss)(logits_GSE)
-    np.testing.assert_allclose(ours, jax.grad(with_constant_shares)(logits_GSE), 1e-5, 1e-8)
+    def aux_loss(logits_GSE):
+        return top2(logits_GSE, capacity=C, second_policy="all").aux_loss
+
+    ours, expected = (jax.jit(jax.grad(f))(logits_GSE) for f in (aux_loss, with_constant_shares))
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-8)
     assert np.abs(ours).max() > 1e-3
 
 

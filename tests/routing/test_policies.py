@@ -38,11 +38,13 @@ def test_random_keeps_the_second_expert_with_probability_twice_its_gate():
 
 
 def test_random_draws_are_independent_of_the_token_and_its_neighbour():
-    plan = top2(two_experts(0.25, 3001)[None], capacity=3001, key=jax.random.key(3))
-    kept_S = np.asarray(plan.kept_GSK[0, :, 1])
-    assert_rate(kept_S[:1500], 0.5)
-    assert_rate(kept_S[1500:], 0.5)
-    assert_rate(kept_S[1:] & kept_S[:-1], 0.25)
+    logits_GSE = np.tile(two_experts(0.25, 3001), (6, 1, 1))
+    plan = top2(logits_GSE, capacity=3001, key=jax.random.key(3))
+    kept_GS = np.asarray(plan.kept_GSK[..., 1])
+    assert_rate(kept_GS[:, :1500], 0.5)
+    assert_rate(kept_GS[:, 1500:], 0.5)
+    assert_rate(kept_GS[:, 1:] & kept_GS[:, :-1], 0.25)
+    assert_rate(kept_GS[1:] & kept_GS[:-1], 0.25)
 
 
 def test_sampling_draws_the_second_expert_from_the_probabilities_without_the_first():
@@ -60,8 +62,8 @@ def test_sampling_draws_the_second_expert_from_the_probabilities_without_the_fir
 
 
 def test_sampling_never_picks_the_first_expert_even_when_the_others_have_no_probability():
-    logits_GSE = np.tile(np.array([0, 200.0, 0, 0, 0]), (1, 501, 1))
-    plan = top2(logits_GSE, capacity=501, second_policy="sampling", key=jax.random.key(6))
+    logits_GSE = np.tile(np.array([0, 200.0, 0, 0, 0]), (1, 4001, 1))
+    plan = top2(logits_GSE, capacity=4001, second_policy="sampling", key=jax.random.key(6))
     assert (plan.expert_GSK[..., 0] == 1).all()
     second_S = np.asarray(plan.expert_GSK[0, :, 1])
     assert_rate(second_S == 1, 0.0)
@@ -92,8 +94,8 @@ def test_same_key_same_plan_another_key_another_plan(policy):
 
 @pytest.mark.parametrize("policy", ["random", "sampling"])
 def test_groups_with_the_same_logits_draw_differently(policy):
-    logits_GSE = np.tile(np.log(PROBS_E), (3, 31, 1))
-    plan = top2(logits_GSE, capacity=31, second_policy=policy, key=jax.random.key(0))
+    logits_GSE = np.tile(np.log(PROBS_E), (3, 13, 1))
+    plan = top2(logits_GSE, capacity=4, second_policy=policy, key=jax.random.key(0))
     draws = plan.assigned_GSK if policy == "random" else plan.expert_GSK
     first, second, third = np.asarray(draws[..., 1])
     assert not np.array_equal(first, second)

@@ -26,17 +26,17 @@ ALL = {"second_policy": "all"}
         pytest.param(ALL | {"capacity": -7}, ["capacity", "-7"], id="negative capacity"),
         pytest.param(
             ALL | {"token_mask_GS": np.ones((3, 2), bool)},
-            ["token_mask_GS", "(3, 2)", "(2, 3)"],
+            ["token_mask_GS", "(3, 2)", "(2, 3"],
             id="mask of another shape",
         ),
         pytest.param(
             ALL | {"token_mask_GS": np.ones((3,), bool)},
-            ["token_mask_GS", "(3,)", "(2, 3)"],
+            ["token_mask_GS", "(3,)", "(2, 3"],
             id="mask that would broadcast",
         ),
         pytest.param(
             ALL | {"importance_GS": np.ones((2, 5), np.float32)},
-            ["importance_GS", "(2, 5)", "(2, 3)"],
+            ["importance_GS", "(2, 5)", "(2, 3"],
             id="importance of another shape",
         ),
     ],

@@ -85,7 +85,7 @@ def test_plan_and_its_gradient_are_the_oracles(
         return jnp.sum(weight_GSK * plan.gate_GSK) + plan.aux_loss + 0.1 * plan.z_loss, plan
 
     objective = jax.jit(objective)
-    for seed in range(5):
+    for seed in range(3):
         logits_GSE, mask_GS, importance_GS = random_case(seed, partly_important=policy != "none")
         (_, plan), grad_GSE = objective(logits_GSE, jax.random.key(seed), mask_GS, importance_GS)
         masks = {"token_mask_GS": mask_GS, "importance_GS": importance_GS}
@@ -155,3 +155,24 @@ def test_dense_views_hold_each_kept_choice_in_its_cell_and_nothing_else():
     assert plan.dispatch_GSEC().dtype == jnp.bool
     np.testing.assert_array_equal(plan.dispatch_GSEC(), dispatch_GSEC)
     np.testing.assert_allclose(plan.combine_GSEC(), combine_GSEC, rtol=3e-6)
+
+
+def test_load_counts_the_choices_of_each_expert_over_real_tokens():
+    logits_GSE, mask_GS, importance_GS = random_case(2, partly_important=True)
+    masks = {"token_mask_GS": mask_GS, "importance_GS": importance_GS}
+    load = top2(logits_GSE, capacity=C, second_policy="all", **masks).load()
+    expected = oracle.top2(logits_GSE, capacity=C, **masks)
+    choices = expected.choices
+    assigned_E, kept_E = (
+        np.bincount(choices.expert_GSK[mask_GSK], minlength=E)
+        for mask_GSK in (choices.assigned_GSK, choices.kept_GSK)
+    )
+    assert (assigned_E > kept_E).any()
+    np.testing.assert_array_equal(load.assigned_E, assigned_E)
+    np.testing.assert_array_equal(load.kept_E, kept_E)
+    np.testing.assert_array_equal(load.dropped_E, assigned_E - kept_E)
+    real_probs_TE = expected.probs_GSE[choices.importance_GS > 0]
+    assert load.num_tokens == len(real_probs_TE)
+    np.testing.assert_allclose(load.mean_prob_E, real_probs_TE.mean(0), rtol=3e-6)
+    entropy_T = -(real_probs_TE * np.log(real_probs_TE)).sum(1)
+    np.testing.assert_allclose(load.entropy, entropy_T.mean(), rtol=3e-6)

@@ -1,0 +1,281 @@
+"""The training loop: resumes where the run folder stands, and leaves it resumable at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import time
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moe.data import Batch, Pairs, eval_batches, train_batches
+from moe.errors import UserError
+from moe.sharding import make_mesh
+from moe.training.checkpoint import Checkpoints
+from moe.training.config import TrainConfig
+from moe.training.logs import RunLogs
+from moe.training.optimizer import learning_rate, make_optimizer
+from moe.training.run import Run, start_run
+from moe.training.step import (
+    Metrics,
+    TrainState,
+    batch_sharding,
+    init_state,
+    make_eval_step,
+    make_train_step,
+    state_shardings,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How training ended.
+
+    Attributes:
+      run: the run folder, ready to be read.
+      step: steps taken in all.
+      validation_loss: nats a target token at the last validation; NaN if none was made.
+      interrupted: a signal asked for the end before the last step.
+    """
+
+    run: Run
+    step: int
+    validation_loss: float
+    interrupted: bool
+
+
+def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
+    """Trains the run of `config` to its last step, from its newest checkpoint if it has one.
+
+    SIGTERM and SIGINT save a checkpoint after the step under way and end the training. On one device
+    a resumed run computes the very bits that an uninterrupted one would have.
+
+    Args:
+      config: the run.
+      console: where progress is shown; None shows it on standard error.
+
+    Raises:
+      UserError: bad data, a run folder of another configuration, a mesh that does not fit the
+        devices, a damaged checkpoint, or too many steps in a row without a finite gradient.
+    """
+    console = console or Console(stderr=True)
+    mesh = make_mesh(config.mesh)
+    pairs = config.source.pairs("train")
+    run = start_run(config, pairs)
+    with contextlib.ExitStack() as stack:
+        if mesh.size > 1:
+            stack.enter_context(jax.set_mesh(mesh))
+        checkpoints = run.checkpoints()
+        stack.callback(checkpoints.close)
+        trainer = _Trainer(run, pairs, checkpoints, mesh, console)
+        stack.callback(trainer.close)
+        stop = stack.enter_context(_stop_signal())
+        return trainer.train(stop)
+
+
+class _Trainer:
+    """What lives as long as the training: state, data, compiled steps, logs."""
+
+    def __init__(
+        self, run: Run, pairs: Pairs, checkpoints: Checkpoints, mesh: Mesh, console: Console
+    ):
+        config = run.config
+        self.run, self.config, self.checkpoints, self.console = run, config, checkpoints, console
+        self.mesh = mesh if mesh.size > 1 else None
+        self.key = jax.random.key(config.seed)
+        self.batches = train_batches(
+            pairs,
+            run.tokenizer,
+            config.mixture,
+            seed=config.seed,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        self.validation = list(_validation_batches(run))
+
+        optimizer = make_optimizer(config.optimizer, config.steps)
+        self.learning_rate = learning_rate(config.optimizer, config.steps)
+        graph, self.state = init_state(
+            run.model_config, optimizer, seed=config.seed, mesh=self.mesh
+        )
+        self.train_step = make_train_step(graph, optimizer, config.objective)
+        self.eval_step = make_eval_step(graph)
+        self.step = 0
+        if (step := checkpoints.latest()) is not None:
+            self.state, data_state = checkpoints.restore(step, self._like_state())
+            self.batches.set_state(data_state)
+            self.step = step
+        self.logs = RunLogs(run.path, step=self.step)
+        self.validation_loss = float("nan")
+
+    def train(self, stop: list[str]) -> Outcome:
+        """Steps to the end or to a signal, with a progress bar."""
+        config = self.config
+        if self.step:
+            self.console.print(f"Resuming {self.run.path} at step {self.step}.")
+        with _progress(self.console) as bar:
+            task = bar.add_task("training", total=config.steps, completed=self.step, status="")
+            window = _Window()
+            while self.step < config.steps and not stop:
+                self.state, metrics, stats = self.train_step(
+                    self.state, self._on_devices(next(self.batches)), self.key
+                )
+                self.step += 1
+                window.add(metrics)
+                if self.step % config.log_every == 0 or self.step == config.steps:
+                    values = self._log(window)
+                    self.logs.load(self.step, stats)
+                    bar.update(task, completed=self.step, status=_status(values))
+                    window = _Window()
+                if self.step % config.checkpoint.every == 0 or self.step == config.steps:
+                    self._validate_and_save()
+                    window.restart_clock()
+        if stop and self.step < config.steps:
+            self._save_interrupted(stop[0])
+        self.checkpoints.wait()
+        return Outcome(self.run, self.step, self.validation_loss, self.step < config.steps)
+
+    def close(self) -> None:
+        """Lets go of data workers and files."""
+        self.logs.close()
+        if hasattr(self.batches, "close"):
+            self.batches.close()
+
+    def _log(self, window: _Window) -> dict[str, float]:
+        values = window.values()
+        values["learning_rate"] = float(self.learning_rate(self.step - 1))
+        self.logs.scalars(self.step, values)
+        in_a_row = int(values["skipped_in_a_row"])
+        if in_a_row >= self.config.max_skipped_in_a_row:
+            raise UserError(
+                f"gradients must be finite: got NaN or infinity in {in_a_row} steps in a row up to "
+                f"step {self.step}; the newest checkpoint is of step {self.checkpoints.latest()}. "
+                "Lower optimizer.learning_rate or raise optimizer.warmup_steps."
+            )
+        return values
+
+    def _validate_and_save(self) -> None:
+        total, num_tokens = 0.0, 0
+        for batch in self.validation:
+            loss, count, _ = self.eval_step(self.state.params, self._on_devices(batch))
+            total, num_tokens = total + float(loss), num_tokens + int(count)
+        self.validation_loss = total / max(num_tokens, 1)
+        self.logs.scalars(self.step, {"validation_loss": self.validation_loss})
+        self.console.print(f"step {self.step}: validation loss {self.validation_loss:.4f}")
+        if not np.isfinite(self.validation_loss):
+            raise UserError(
+                f"validation loss must be finite: got {self.validation_loss} at step {self.step}. "
+                "Lower optimizer.learning_rate; the run folder keeps its last good checkpoint."
+            )
+        self._save(self.validation_loss)
+
+    def _save_interrupted(self, name: str) -> None:
+        self.console.print(f"{name}: saving step {self.step}.")
+        if self.checkpoints.latest() != self.step:
+            self._save(None)
+
+    def _save(self, validation_loss: float | None) -> None:
+        self.checkpoints.save(
+            self.step, self.state, self.batches.get_state(), validation_loss=validation_loss
+        )
+
+    def _like_state(self) -> TrainState:
+        """Shapes and places of the state, for a restore onto this mesh."""
+        if self.mesh is None:
+            return self.state
+        where = state_shardings(self.state, self.mesh)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.state, where
+        )
+
+    def _on_devices(self, batch: Batch) -> Batch:
+        """The batch's rows on the devices that hold them; each process gives its own rows."""
+        if self.mesh is None:
+            return jax.tree.map(jnp.asarray, batch)
+        where = batch_sharding(self.mesh)
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(where, x), batch)
+
+
+class _Window:
+    """The steps since the last log line: the newest metrics and the speed."""
+
+    def __init__(self):
+        self.metrics: list[Metrics] = []
+        self.start = time.perf_counter()
+
+    def add(self, metrics: Metrics) -> None:
+        self.metrics.append(metrics)
+
+    def restart_clock(self) -> None:
+        """Validation is not training time."""
+        self.start = time.perf_counter()
+
+    def values(self) -> dict[str, float]:
+        """Waits for the steps; the last step's metrics, and target tokens a second over all."""
+        all_metrics = jax.device_get(self.metrics)
+        seconds = time.perf_counter() - self.start
+        values = {name: float(value) for name, value in all_metrics[-1].items()}
+        num_tokens = sum(int(metrics["num_tokens"]) for metrics in all_metrics)
+        return values | {"tokens_per_second": num_tokens / seconds}
+
+
+def _validation_batches(run: Run) -> Iterator[Batch]:
+    """The first sentences of each direction of the validation split."""
+    config = run.config
+    pairs = {
+        direction: of_direction[: config.validation_sentences]
+        for direction, of_direction in config.source.pairs("validation").items()
+        if len(of_direction)
+    }
+    batches = eval_batches(
+        pairs,
+        run.tokenizer,
+        batch_size=config.mixture.batch_size,
+        source_length=config.mixture.source_length,
+        target_length=config.mixture.target_length,
+    )
+    return (batch for _, batch in batches)
+
+
+@contextlib.contextmanager
+def _stop_signal() -> Iterator[list[str]]:
+    """A list that SIGTERM and SIGINT put their name into, in place of what they did before."""
+    received: list[str] = []
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(ValueError):  # not the main thread: leave signals alone
+            before[number] = signal.signal(
+                number, lambda number, _: received.append(signal.Signals(number).name)
+            )
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[status]}"),
+        console=console,
+    )
+
+
+def _status(values: dict[str, float]) -> str:
+    parts = [f"loss {values['loss']:.3f}", f"{values['tokens_per_second']:,.0f} tokens/s"]
+    if "drop_rate" in values:
+        parts[1:1] = [f"balance {values['aux_loss']:.2f}", f"dropped {values['drop_rate']:.1%}"]
+    if values["skipped"]:
+        parts.append(f"skipped {values['skipped']:.0f}")
+    return ", ".join(parts)

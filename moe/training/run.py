@@ -1,0 +1,184 @@
+"""The run folder: what it holds, how it is made, and how a trained model is read from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import pydantic
+from flax import nnx
+
+from moe.data import Pairs, Tokenizer, train_tokenizer
+from moe.errors import UserError
+from moe.models import Transformer, TransformerConfig
+from moe.training.checkpoint import Checkpoints
+from moe.training.config import TrainConfig
+from moe.training.optimizer import make_optimizer
+from moe.training.step import init_state
+
+# What may change when a run goes on: how long, where, and what is recorded, never what is learnt.
+MAY_CHANGE = (
+    "run_dir",
+    "steps",
+    "log_every",
+    "mesh",
+    "checkpoint",
+    "validation_sentences",
+    "max_skipped_in_a_row",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """An existing run folder: its path, configuration and tokenizer."""
+
+    path: Path
+    config: TrainConfig
+    tokenizer: Tokenizer
+
+    @property
+    def model_config(self) -> TransformerConfig:
+        """The model's shape with the tokenizer's vocabulary."""
+        return dataclasses.replace(self.config.model, vocab_size=self.tokenizer.vocab_size)
+
+    def checkpoints(self) -> Checkpoints:
+        """Its checkpoints, opened."""
+        return Checkpoints(self.path / "checkpoints", self.config.checkpoint)
+
+
+def start_run(config: TrainConfig, pairs: Pairs) -> Run:
+    """Opens the run folder of `config`, or makes it: trains the tokenizer, then writes the config.
+
+    The configuration is written last and in one move, so that a folder is a run or is not.
+
+    Raises:
+      UserError: the folder holds a run of another configuration, or something else than a run.
+    """
+    path = Path(config.run_dir)
+    if (path / "config.json").exists():
+        run = open_run(path)
+        _check_same(run.config, config)
+        run = dataclasses.replace(run, config=config)
+    else:
+        others = {p.name for p in path.glob("*")} - {"tokenizer.model"} if path.is_dir() else set()
+        if others or path.is_file():
+            raise UserError(
+                f"run_dir must be a run, empty or new: got {path}, which holds "
+                f"{', '.join(sorted(others)[:3]) or 'a file'}. Choose another --run-dir."
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        tokenizer = train_tokenizer(
+            pairs,
+            config.tokenizer,
+            path=path / "tokenizer.model",
+            temperature=config.mixture.temperature,
+            seed=config.seed,
+        )
+        run = Run(path, config, tokenizer)
+    text = {"tokenizer_sha256": run.tokenizer.fingerprint, "config": _as_json(config)}
+    write_atomically(path / "config.json", json.dumps(text, indent=2, ensure_ascii=False) + "\n")
+    return run
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """Reads an existing run folder.
+
+    Raises:
+      UserError: no such run, a configuration that cannot be read, or the tokenizer of another run.
+    """
+    path = Path(path)
+    file = path / "config.json"
+    if not file.is_file():
+        raise UserError(
+            f"run must be a folder made by `moe train`: got {path}, which has no config.json. "
+            "Check the path."
+        )
+    try:
+        text = json.loads(file.read_text(encoding="utf-8"))
+        config = _adapter().validate_python(text["config"])
+        expected = text["tokenizer_sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"config must be what `moe train` wrote: got {file} with {reason}. Restore the file."
+        ) from error
+    tokenizer = Tokenizer.load(path / "tokenizer.model")
+    if tokenizer.fingerprint != expected:
+        raise UserError(
+            f"tokenizer must be the one the run was trained with: got {path / 'tokenizer.model'} with "
+            f"SHA-256 {tokenizer.fingerprint[:12]}, not {expected[:12]}. Restore the file."
+        )
+    return Run(path, config, tokenizer)
+
+
+def load_model(run: Run, checkpoint: str = "best") -> Transformer:
+    """The trained model of a run, on this process's default device.
+
+    Args:
+      checkpoint: "best" (lowest validation loss), "last", or a step.
+
+    Raises:
+      UserError: no such checkpoint, or one that is damaged.
+    """
+    checkpoints = run.checkpoints()
+    step = _chosen_step(checkpoints, checkpoint, run)
+    optimizer = make_optimizer(run.config.optimizer, run.config.steps)
+    graph, state = init_state(run.model_config, optimizer, seed=run.config.seed)
+    state, _ = checkpoints.restore(step, state)
+    checkpoints.close()
+    return nnx.merge(graph, state.params)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces the file in one move, so that a killed process leaves the old or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _chosen_step(checkpoints: Checkpoints, checkpoint: str, run: Run) -> int:
+    steps = checkpoints.steps()
+    if not steps:
+        raise UserError(
+            f"run must have a checkpoint: got {run.path}, which has none yet. Train it first."
+        )
+    if checkpoint == "best":
+        best = checkpoints.best()
+        return steps[-1] if best is None else best
+    if checkpoint == "last":
+        return steps[-1]
+    if not checkpoint.isdigit() or int(checkpoint) not in steps:
+        raise UserError(
+            f"checkpoint must be best, last or one of {steps}: got {checkpoint!r}. Choose one of them."
+        )
+    return int(checkpoint)
+
+
+@functools.cache
+def _adapter() -> pydantic.TypeAdapter:
+    return pydantic.TypeAdapter(TrainConfig)
+
+
+def _as_json(config: TrainConfig) -> dict[str, Any]:
+    return _adapter().dump_python(config, mode="json")
+
+
+def _check_same(old: TrainConfig, new: TrainConfig) -> None:
+    before, now = (_flat(_as_json(config)) for config in (old, new))
+    for name in sorted(before.keys() | now.keys()):
+        if name.split(".")[0] not in MAY_CHANGE and before.get(name) != now.get(name):
+            raise UserError(
+                f"{name} must stay what the run in {old.run_dir} was started with: got "
+                f"{now.get(name)!r}, not {before.get(name)!r}. Restore it or choose another --run-dir."
+            )
+
+
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    """Leaves by dotted name."""
+    leaves, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda x: x is None)
+    return {jax.tree_util.keystr(p, simple=True, separator="."): leaf for p, leaf in leaves}

@@ -1,0 +1,147 @@
+"""One training step as a pure function of state, batch and key."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from moe.data import Batch
+from moe.models import Stats, Transformer, TransformerConfig
+from moe.sharding import partition_spec, shardings
+from moe.training.objective import ObjectiveConfig, cross_entropy, router_losses, total_loss
+
+Metrics = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All that training changes, and all that a checkpoint holds of it.
+
+    Attributes:
+      step: int32 scalar, steps taken, skipped ones included.
+      params: the model's parameters, an NNX state.
+      optimizer: the optimizer's state.
+    """
+
+    step: jax.Array
+    params: nnx.State
+    optimizer: Any
+
+
+def init_state(
+    config: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    *,
+    seed: int,
+    mesh: Mesh | None = None,
+) -> tuple[nnx.GraphDef, TrainState]:
+    """The model's structure and its first state, created where the mesh wants each part.
+
+    The same seed gives the same numbers on any mesh.
+    """
+
+    def create() -> TrainState:
+        params = nnx.state(Transformer(config, rngs=nnx.Rngs(seed)))
+        return TrainState(
+            step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer.init(params)
+        )
+
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(seed))))
+    if mesh is None:
+        return graph, jax.jit(create)()
+    where = state_shardings(jax.eval_shape(create), mesh)
+    return graph, jax.jit(create, out_shardings=where)()
+
+
+def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
+    """Where each array of the state lives: slots of the optimizer beside their parameters."""
+
+    def slot(x):
+        # A slot as large as its parameter keeps the parameter's dimensions; others are small.
+        is_slot = isinstance(x, nnx.Variable) and len(x.get_metadata()["out_sharding"]) == x.ndim
+        return shardings(x, mesh) if is_slot else NamedSharding(mesh, PartitionSpec())
+
+    def is_variable(x):
+        return isinstance(x, nnx.Variable)
+
+    return jax.tree.map(slot, state, is_leaf=is_variable)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows of a batch are split over every axis that is not a model axis."""
+    return NamedSharding(mesh, partition_spec(("batch", None), mesh))
+
+
+def make_train_step(
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, objective: ObjectiveConfig
+) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics, Stats]]:
+    """The compiled step `(state, batch, key) -> (state, metrics, expert load)`; `state` is donated.
+
+    The key is folded with the step, so a resumed run draws what an uninterrupted one would have.
+    Metrics: loss (cross-entropy, smoothed as configured, nats a token), aux_loss, z_loss, drop_rate,
+    grad_norm, num_tokens (real target tokens), and skipped and skipped_in_a_row (steps whose
+    gradient was not finite, in all and up to now).
+    """
+
+    def loss_of(params, batch: Batch, key):
+        logits_BLV, stats = forward(graph, params, batch, key)
+        mask_BL = batch.target_segments_BL > 0
+        loss = cross_entropy(
+            logits_BLV, batch.target_out_BL, mask_BL, label_smoothing=objective.label_smoothing
+        )
+        routers = router_losses(stats)
+        metrics = {"loss": loss, "num_tokens": jnp.sum(mask_BL), **routers}
+        return total_loss(loss, routers, objective), (metrics, stats)
+
+    def step(state: TrainState, batch: Batch, key: jax.Array):
+        key = jax.random.fold_in(key, state.step)
+        grads, (metrics, stats) = jax.grad(loss_of, has_aux=True)(state.params, batch, key)
+        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+        metrics |= {
+            "grad_norm": optax.global_norm(grads),
+            "skipped": optimizer_state.total_notfinite,
+            "skipped_in_a_row": optimizer_state.notfinite_count,
+        }
+        state = TrainState(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            optimizer=optimizer_state,
+        )
+        return state, metrics, stats
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_eval_step(
+    graph: nnx.GraphDef,
+) -> Callable[[nnx.State, Batch], tuple[jax.Array, jax.Array, Stats]]:
+    """The compiled `(params, batch) -> (summed loss in nats, real target tokens, expert load)`.
+
+    Deterministic and dropless, without label smoothing.
+    """
+
+    def step(params, batch: Batch):
+        logits_BLV, stats = forward(graph, params, batch, None)
+        mask_BL = batch.target_segments_BL > 0
+        num_tokens = jnp.sum(mask_BL)
+        loss = cross_entropy(logits_BLV, batch.target_out_BL, mask_BL)
+        return loss * num_tokens, num_tokens, stats
+
+    return jax.jit(step)
+
+
+def forward(
+    graph: nnx.GraphDef, params: nnx.State, batch: Batch, key: jax.Array | None
+) -> tuple[jax.Array, Stats]:
+    """Teacher-forced logits_BLV and the expert load."""
+    inputs = batch._asdict()
+    del inputs["target_out_BL"]
+    return nnx.merge(graph, params)(**inputs, key=key)
