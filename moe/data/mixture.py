@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import grain
 from absl import flags
 
-from moe.data.examples import EncodedPairs, LazyPairs, encode_pairs
-from moe.data.packing import BatchMaker, pack_examples
+from moe.data.examples import EncodedPairs, LazyPairs, as_dataset, encode_pairs
+from moe.data.packing import BatchShape, PackedBatches
 from moe.data.pairs import Direction, Pairs
-from moe.data.sampling import DirectionOrder, temperature_weights
+from moe.data.sampling import ExampleOrder
 from moe.data.tokenizer import Tokenizer
 from moe.errors import UserError
 
@@ -29,7 +28,6 @@ class MixtureConfig:
       source_length: tokens of a source row; a longer pair is left out.
       target_length: tokens of a target row; a longer pair is left out.
       pack: put several pairs into a row; otherwise a row is one pair and mostly padding.
-      num_packing_bins: rows filled at the same time; more of them leave less padding.
       num_workers: processes that make batches; 0 makes them in a thread of the training process.
         With 2 or more the batches differ from those of 0 and 1, as each packs its own share.
       prefetch_batches: batches made ahead (by each worker), so that training does not wait.
@@ -42,7 +40,6 @@ class MixtureConfig:
     source_length: int = 64
     target_length: int = 64
     pack: bool = True
-    num_packing_bins: int = 64
     num_workers: int = 0
     prefetch_batches: int = 4
     max_pairs_in_memory: int = 5_000_000
@@ -52,7 +49,6 @@ class MixtureConfig:
             "batch_size": 1,
             "source_length": 3,  # tag, a piece, eos
             "target_length": 2,  # a piece, eos
-            "num_packing_bins": 1,
             "num_workers": 0,
             "prefetch_batches": 1,
             "max_pairs_in_memory": 0,
@@ -105,43 +101,32 @@ def train_batches(
             "batch_size must be a multiple of the number of processes: got "
             f"batch_size={config.batch_size}, process_count={process_count}. Change batch_size."
         )
-    in_memory = sum(map(len, pairs.values())) <= config.max_pairs_in_memory
     examples = encode_pairs(
         pairs,
         tokenizer,
         source_length=config.source_length,
         target_length=config.target_length,
-        in_memory=in_memory,
+        in_memory=sum(map(len, pairs.values())) <= config.max_pairs_in_memory,
     )
     stream = example_stream(examples, temperature=config.temperature, seed=seed)
-    # Reading takes microseconds, so threads for it (Grain's default) would only cost time.
-    no_threads = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    rows = pack_examples(
-        stream[process_index::process_count].to_iter_dataset(no_threads),
+    shape = BatchShape(
+        num_rows=config.batch_size // process_count,
         source_length=config.source_length,
         target_length=config.target_length,
-        num_bins=config.num_packing_bins,
-        max_per_row=None if config.pack else 1,
-        seed=seed,
+        max_per_row=config.source_length if config.pack else 1,
     )
-    batches = rows.batch(config.batch_size // process_count).map(BatchMaker(tokenizer))
+    batches = PackedBatches(stream[process_index::process_count], shape, bos_id=tokenizer.bos_id)
     return iter(_prefetch(batches, config))
 
 
 def example_stream(
     examples: Mapping[Direction, EncodedPairs | LazyPairs], *, temperature: float, seed: int
 ) -> grain.MapDataset:
-    """The endless stream of examples that all processes share; any position can be read at once."""
-    directions = [
-        grain.MapDataset.range(len(of_direction))
-        # Grain adds the epoch to the seed: neighbouring seeds would repeat one another's orders.
-        .shuffle(zlib.crc32(f"{seed} {direction}".encode()))
-        .repeat()
-        .map(of_direction.__getitem__)
-        for direction, of_direction in examples.items()
-    ]
-    weights = temperature_weights([len(e) for e in examples.values()], temperature)
-    return grain.MapDataset.select_from_datasets(directions, DirectionOrder(weights, seed=seed))
+    """The endless stream of examples that all processes share; any position can be read."""
+    counts = [len(of_direction) for of_direction in examples.values()]
+    order = ExampleOrder(counts, temperature=temperature, seed=seed)
+    datasets = [as_dataset(of_direction) for of_direction in examples.values()]
+    return grain.MapDataset.select_from_datasets(datasets, order)
 
 
 def _prefetch(batches: grain.IterDataset, config: MixtureConfig) -> grain.IterDataset:

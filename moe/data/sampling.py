@@ -33,31 +33,34 @@ def temperature_weights(counts: Sequence[int], temperature: float) -> np.ndarray
     return powers / powers.sum()
 
 
-class DirectionOrder(grain.transforms.DatasetSelectionMap):
-    """Says which direction stands at each position of the endless training stream.
+class ExampleOrder(grain.transforms.DatasetSelectionMap):
+    """Says which example of which direction stands at each position of the endless stream.
 
-    A pattern of about 8192 positions, in which each direction has its share (at least one, exact to
-    half a position), is shuffled once and repeated. Any position is found without reading those
-    before it, and because the pattern is shuffled, every n-th position of the stream, which is what
-    one process or worker reads, is the same mixture; `grain.MapDataset.mix` alternates regularly,
-    so that of two equal directions each of two processes would see one.
+    Each direction's examples are shuffled anew every epoch and come once each in it. Which
+    direction is next is a pattern of about 8192 positions, in which each has its share (exact to
+    half a position, at least one), shuffled once and repeated. So every n-th position of the
+    stream, which is what one process or worker reads, is the same mixture; `grain.MapDataset.mix`
+    alternates regularly, and each of two processes would see one of two equal directions.
+
+    Any position is found without those before it, in about a microsecond and 4 bytes an example.
+    Grain's own shuffle needs no memory but 10 ms to find one of 10 examples and 0.6 ms of 100.
 
     Args:
-      weights: share of each direction, summing to 1.
-      seed: decides the pattern.
+      counts: examples of each direction, at least 1.
+      temperature: as in `temperature_weights`.
+      seed: decides the pattern and the shuffles; not negative.
     """
 
-    def __init__(self, weights: np.ndarray, *, seed: int):
-        slots_of = np.maximum(1, np.rint(weights * _SLOTS)).astype(int)
-        pattern = np.random.default_rng(seed).permutation(
-            np.repeat(np.arange(len(weights)), slots_of)
-        )
-        occurrence = np.empty_like(pattern)  # the how-manieth of its direction in the pattern
-        for direction, slots in enumerate(slots_of):
-            occurrence[pattern == direction] = np.arange(slots)
-        # Plain lists: three times as fast as numpy to read one item from.
-        self._slots_of = slots_of.tolist()
-        self._pattern, self._occurrence = pattern.tolist(), occurrence.tolist()
+    def __init__(self, counts: Sequence[int], *, temperature: float, seed: int):
+        slots_of = np.rint(temperature_weights(counts, temperature) * _SLOTS).astype(int).clip(1)
+        ordered = np.repeat(np.arange(len(counts)), slots_of)
+        nth = np.concatenate([np.arange(slots) for slots in slots_of])  # of its direction
+        shuffle = np.random.default_rng(seed).permutation(len(ordered))
+        # Lists, because reading one item takes a third of the time that numpy takes.
+        self._pattern, self._nth = ordered[shuffle].tolist(), nth[shuffle].tolist()
+        self._slots_of, self._counts = slots_of.tolist(), list(counts)
+        self._seed = seed
+        self._epochs: list[tuple[int, np.ndarray]] = [(-1, np.empty(0))] * len(counts)
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -65,7 +68,18 @@ class DirectionOrder(grain.transforms.DatasetSelectionMap):
     def __getitem__(self, index: int) -> tuple[int, int]:
         cycle, slot = divmod(index, len(self._pattern))
         direction = self._pattern[slot]
-        return direction, cycle * self._slots_of[direction] + self._occurrence[slot]
+        drawn = cycle * self._slots_of[direction] + self._nth[slot]
+        epoch, place = divmod(drawn, self._counts[direction])
+        return direction, int(self._shuffled(direction, epoch)[place])
+
+    def _shuffled(self, direction: int, epoch: int) -> np.ndarray:
+        """The order of one direction in one epoch; the last one asked for is kept."""
+        kept_epoch, order = self._epochs[direction]
+        if epoch != kept_epoch:
+            rng = np.random.default_rng([self._seed, direction, epoch])
+            order = rng.permutation(np.arange(self._counts[direction], dtype=np.uint32))
+            self._epochs[direction] = (epoch, order)
+        return order
 
 
 def require_pairs(pairs: Pairs) -> None:

@@ -116,8 +116,8 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     return Run(path, config, tokenizer)
 
 
-def load_model(run: Run, checkpoint: str = "best") -> Transformer:
-    """The trained model of a run, on this process's default device.
+def load_model(run: Run, checkpoint: str = "best") -> tuple[Transformer, int]:
+    """The trained model of a run, on this process's default device, and the step it was saved at.
 
     Args:
       checkpoint: "best" (lowest validation loss), "last", or a step.
@@ -131,7 +131,7 @@ def load_model(run: Run, checkpoint: str = "best") -> Transformer:
     graph, state = init_state(run.model_config, optimizer, seed=run.config.seed)
     state, _ = checkpoints.restore(step, state)
     checkpoints.close()
-    return nnx.merge(graph, state.params)
+    return nnx.merge(graph, state.params), step
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
@@ -31,22 +32,25 @@ class PrefixModel:
 
     def search(self, config: SearchConfig, limits: list[int] | None = None):
         batch_size, max_length = self.weights_BSVV.shape[:2]
-        weights = jnp.repeat(jnp.asarray(self.weights_BSVV), config.beam_size, axis=0)
-        rows_N = jnp.arange(batch_size * config.beam_size)
+        limits_B = jnp.asarray(limits or [max_length] * batch_size)
+        return search_prefix_model(jnp.asarray(self.weights_BSVV), limits_B, config)
 
-        def step_fn(token_N, step, prefix_NS):
-            prefix_NS = prefix_NS.at[:, step].set(token_N)
-            logits_NSV = weights[rows_N[:, None], jnp.arange(max_length), prefix_NS]
-            is_past_S = jnp.arange(max_length) <= step
-            return jnp.where(is_past_S[:, None], logits_NSV, 0).sum(axis=1), prefix_NS
 
-        def run(limits_B):
-            prefix_NS = jnp.zeros((len(rows_N), max_length), jnp.int32)
-            return beam_search(
-                step_fn, prefix_NS, limits_B, config, reorder_fn=lambda c, parent_N: c[parent_N]
-            )
+@functools.partial(jax.jit, static_argnums=2)
+def search_prefix_model(weights_BSVV, limits_B, config: SearchConfig):
+    weights_NSVV = jnp.repeat(weights_BSVV, config.beam_size, axis=0)
+    num_rows, max_length = weights_NSVV.shape[:2]
+    positions_S = jnp.arange(max_length)
 
-        return jax.jit(run)(jnp.asarray(limits or [max_length] * batch_size))
+    def step_fn(token_N, step, prefix_NS):
+        prefix_NS = prefix_NS.at[:, step].set(token_N)
+        logits_NSV = weights_NSVV[jnp.arange(num_rows)[:, None], positions_S, prefix_NS]
+        return jnp.where((positions_S <= step)[:, None], logits_NSV, 0).sum(axis=1), prefix_NS
+
+    prefix_NS = jnp.zeros((num_rows, max_length), jnp.int32)
+    return beam_search(
+        step_fn, prefix_NS, limits_B, config, reorder_fn=lambda rows, parent_N: rows[parent_N]
+    )
 
 
 def penalised(log_prob: float, length: int, alpha: float) -> float:

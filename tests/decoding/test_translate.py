@@ -146,32 +146,37 @@ def transformer() -> Transformer:
 def test_scores_are_the_models_own_log_probabilities(transformer):
     """Positions, caches and the reordering of beams, against the model fed with the result."""
     config = SearchConfig(bos_id=2, eos_id=3, max_length=9, beam_size=3, num_best=3)
-    rng = np.random.default_rng(0)
-    lengths_B = np.array([5, 7, 0, 2])
-    source_BL = rng.integers(4, 37, (4, 7)) * (np.arange(7) < lengths_B[:, None])
+    lengths_B, limits_B = np.array([5, 7, 0, 2]), np.array([9, 9, 0, 6])
+    is_source_BL = np.arange(7) < lengths_B[:, None]
+    source_BL = np.random.default_rng(0).integers(4, 37, (4, 7)) * is_source_BL
     graph, state = nnx.split(transformer)
-    limits_B = np.array([9, 9, 0, 6])
     found = search_batch(graph, state, source_BL, lengths_B, limits_B, config=config)
-    for row in (0, 1, 3):
-        source_1L = source_BL[row : row + 1, : lengths_B[row]]
-        for rank in range(3):
-            length = int(found.lengths_BK[row, rank])
-            target_out_1L = np.asarray(found.tokens_BKT[row : row + 1, rank, :length])
-            target_in_1L = np.concatenate([[[2]], target_out_1L[:, :-1]], axis=1)
-            logits_1LV, _ = transformer(
-                source_BL=source_1L,
-                source_segments_BL=np.ones_like(source_1L),
-                source_positions_BL=np.arange(source_1L.shape[1])[None],
-                target_in_BL=target_in_1L,
-                target_segments_BL=np.ones_like(target_in_1L),
-                target_positions_BL=np.arange(length)[None],
-            )
-            log_probs_LV = jax.nn.log_softmax(logits_1LV[0])
-            log_prob = log_probs_LV[np.arange(length), target_out_1L[0]].sum()
-            expected = log_prob / ((5 + length) / 6) ** 0.6
-            # Sums of up to 9 float32 log probabilities, in another order of operations.
-            np.testing.assert_allclose(found.scores_BK[row, rank], expected, atol=2e-4)
-    assert len({tuple(tokens) for tokens in np.asarray(found.tokens_BKT[0]).tolist()}) == 3
+
+    target_NT = np.asarray(found.tokens_BKT).reshape(12, 9)
+    length_N = np.asarray(found.lengths_BK).reshape(12)
+    is_target_NT = np.arange(9) < length_N[:, None]
+    logits_NTV, _ = nnx.jit(lambda model, batch: model(**batch))(
+        transformer,
+        {
+            "source_BL": np.repeat(source_BL, 3, axis=0),
+            "source_segments_BL": np.repeat(is_source_BL, 3, axis=0).astype(np.int32),
+            "source_positions_BL": np.tile(np.arange(7), (12, 1)),
+            "target_in_BL": np.roll(target_NT, 1, axis=1) * (np.arange(9) > 0)
+            + 2 * (np.arange(9) == 0),
+            "target_segments_BL": is_target_NT.astype(np.int32),
+            "target_positions_BL": np.tile(np.arange(9), (12, 1)),
+        },
+    )
+    log_probs_NTV = np.asarray(jax.nn.log_softmax(logits_NTV))
+    said_NT = np.take_along_axis(log_probs_NTV, target_NT[:, :, None], axis=2)[:, :, 0]
+    expected_N = (said_NT * is_target_NT).sum(axis=1) / ((5 + length_N) / 6) ** 0.6
+    rows = [0, 1, 3]
+    # Sums of up to 9 float32 log probabilities, in another order of operations.
+    np.testing.assert_allclose(
+        np.asarray(found.scores_BK)[rows], expected_N.reshape(4, 3)[rows], atol=2e-4
+    )
+    assert length_N.reshape(4, 3)[2].tolist() == [0, 0, 0]
+    assert len({tuple(tokens) for tokens in target_NT[:3].tolist()}) == 3
 
 
 def test_translation_does_not_depend_on_neighbours_or_place(transformer):

@@ -1,0 +1,261 @@
+"""The command `moe`: thin commands over functions that can be imported.
+
+A mistake that the user can mend ends with one sentence on standard error and exit code 2; a signal
+that ends training early with 128 plus its number, after the state is saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+
+from moe.errors import UserError
+
+if TYPE_CHECKING:
+    from moe.training import Run, TrainConfig
+
+RunFolder = Annotated[str, tyro.conf.Positional]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    try:
+        if arguments[0] not in COMMANDS:
+            raise UserError(
+                f"command must be one of {', '.join(COMMANDS)}: got {arguments[0]!r}. See `moe --help`."
+            )
+        return COMMANDS[arguments[0]](arguments[1:])
+    except UserError as error:
+        print(f"moe: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Train the run of an experiment file, or go on with it."""
+    if not arguments or arguments[0].startswith("-"):
+        print("usage: moe train experiments/NAME.py [--field value ...]", file=sys.stderr)
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    from moe.training import train as run_training
+
+    config = tyro.cli(
+        tyro.conf.AvoidSubcommands[_config_type()],
+        prog=f"moe train {arguments[0]}",
+        description="Every field of the run, with the experiment's value as its default.",
+        default=read_experiment(Path(arguments[0])),
+        args=arguments[1:],
+    )
+    console = Console(stderr=True)
+    outcome = run_training(config, console=console)
+    if outcome.interrupted:
+        console.print(f"Stopped at step {outcome.step}; the same command goes on from there.")
+        return 128 + signal.SIGTERM
+    console.print(f"Trained {outcome.run.path} to step {outcome.step}.")
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TranslateArguments:
+    """Translate lines of text with a trained run: standard input to standard output."""
+
+    run: RunFolder
+    """Run folder."""
+    to: str
+    """Language to translate into."""
+    input: str | None = None
+    """File to read instead of standard input; UTF-8, one sentence a line."""
+    output: str | None = None
+    """File to write instead of standard output."""
+    checkpoint: str = "best"
+    """best, last, or a step."""
+    beam_size: int = 4
+    """Hypotheses kept for each sentence; 1 is greedy."""
+    length_penalty: float = 0.6
+    """Exponent of the length normalisation; larger favours longer translations."""
+
+
+def translate(arguments: Sequence[str]) -> int:
+    """Translate lines of text with a trained run."""
+    options = tyro.cli(TranslateArguments, prog="moe translate", args=arguments)
+    from moe import decoding
+    from moe.training import load_model, open_run
+
+    config = decoding.DecodingConfig(
+        beam_size=options.beam_size, length_penalty=options.length_penalty
+    )
+    run = open_run(options.run)
+    run.tokenizer.tag_id(options.to)  # an unknown language is told before anything is read
+    sentences = _read_lines(options.input)
+    model, _ = load_model(run, options.checkpoint)
+    lines = decoding.translate(
+        model, run.tokenizer, sentences, target_lang=options.to, config=config
+    )
+    text = "".join(line + "\n" for line in lines)
+    if options.output is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        Path(options.output).write_text(text, encoding="utf-8")
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnalyzeArguments:
+    """Measure the expert load of a trained run and write load.html and load.json into its folder."""
+
+    run: RunFolder
+    """Run folder."""
+    split: str = "validation"
+    """Sentences to measure on: train, validation or test."""
+    limit: int = 200
+    """Sentences of each direction at most."""
+    checkpoint: str = "best"
+    """best, last, or a step."""
+
+
+def analyze(arguments: Sequence[str]) -> int:
+    """Show the load of every expert, by layer, language and training step."""
+    options = tyro.cli(AnalyzeArguments, prog="moe analyze", args=arguments)
+    from moe import analysis
+    from moe.training import load_model, open_run
+
+    run = open_run(options.run)
+    model, step = load_model(run, options.checkpoint)
+    router, config = run.config.model.router, run.config
+    report = analysis.LoadReport(
+        run=run.path.resolve().name,
+        loads=analysis.collect_load(_stats_by_direction(run, model, options)),
+        history=analysis.read_history(run.path / "load.jsonl"),
+        step=step,
+        split=options.split,
+        settings=analysis.Settings(
+            capacity_factor=router.capacity_factor,
+            balance_weight=config.objective.balance_weight,
+            z_weight=config.objective.z_weight,
+            batch_priority=router.batch_priority,
+            temperature=config.mixture.temperature,
+        ),
+    )
+    page, _ = analysis.write_report(report, run.path)
+    console = Console()
+    console.print(analysis.load_table(report))
+    console.print(analysis.findings_text(report))
+    console.print(f"Report: {page}")
+    return 0
+
+
+def read_experiment(path: Path) -> TrainConfig:
+    """What `config()` of an experiment file returns.
+
+    Raises:
+      UserError: no such file, no `config()` in it, or one that returns something else.
+    """
+    if not path.is_file():
+        raise UserError(
+            f"experiment must be a Python file: got {path}, which does not exist. "
+            "See the folder experiments."
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config: Callable[[], TrainConfig] | None = getattr(module, "config", None)
+    result = config() if callable(config) else None
+    if not isinstance(result, _config_type()):
+        raise UserError(
+            f"experiment must define config() that returns a TrainConfig: got {path} with "
+            f"{'config() -> ' + type(result).__name__ if callable(config) else 'no config()'}. "
+            "See experiments/generated.py."
+        )
+    return result
+
+
+def _stats_by_direction(run: Run, model, options: AnalyzeArguments) -> Iterable[tuple]:
+    """The expert load of each batch of the split, one direction a batch, in evaluation mode."""
+    from moe.data import eval_batches
+    from moe.training.step import make_eval_step, split_model
+
+    pairs = run.config.source.pairs(_checked_split(options.split))
+    mixture = run.config.mixture
+    batches = eval_batches(
+        {direction: of[: options.limit] for direction, of in pairs.items() if len(of)},
+        run.tokenizer,
+        batch_size=mixture.batch_size,
+        source_length=mixture.source_length,
+        target_length=mixture.target_length,
+    )
+    graph, params = split_model(model)
+    eval_step = make_eval_step(graph)
+    for direction, batch in batches:
+        _, _, stats = eval_step(params, batch)
+        yield direction, stats
+
+
+def _checked_split(split: str):
+    if split not in ("train", "validation", "test"):
+        raise UserError(f"split must be train, validation or test: got {split!r}. Choose one.")
+    return split
+
+
+def _read_lines(path: str | None) -> list[str]:
+    if path is None:
+        data = sys.stdin.buffer.read()
+    elif Path(path).is_file():
+        data = Path(path).read_bytes()
+    else:
+        raise UserError(f"input must be a file: got {path}, which does not exist. Check the path.")
+    try:
+        return data.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UserError(
+            f"input must be UTF-8: got byte {data[error.start]:#x} in line {line}. Convert the text."
+        ) from error
+
+
+def _config_type() -> type[TrainConfig]:
+    from moe.training import TrainConfig
+
+    return TrainConfig
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "translate": translate,
+    "analyze": analyze,
+}
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10} {function.__doc__.splitlines()[0]}" for name, function in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: moe COMMAND ...",
+            "",
+            "Sparsely-gated Mixture-of-Experts translation on JAX.",
+            "",
+            *lines,
+            "",
+            "`moe COMMAND --help` lists the options of a command.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
