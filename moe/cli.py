@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -55,7 +54,8 @@ def train(arguments: Sequence[str]) -> int:
     from moe.training import train as run_training
 
     config = tyro.cli(
-        tyro.conf.AvoidSubcommands[_config_type()],
+        _config_type(),
+        config=(tyro.conf.AvoidSubcommands,),
         prog=f"moe train {arguments[0]}",
         description="Every field of the run, with the experiment's value as its default.",
         default=read_experiment(Path(arguments[0])),
@@ -63,9 +63,9 @@ def train(arguments: Sequence[str]) -> int:
     )
     console = Console(stderr=True)
     outcome = run_training(config, console=console)
-    if outcome.interrupted:
+    if outcome.signal:
         console.print(f"Stopped at step {outcome.step}; the same command goes on from there.")
-        return 128 + signal.SIGTERM
+        return 128 + outcome.signal
     console.print(f"Trained {outcome.run.path} to step {outcome.step}.")
     return 0
 
@@ -112,6 +112,67 @@ def translate(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     else:
         Path(options.output).write_text(text, encoding="utf-8")
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateArguments:
+    """Score a trained run on unseen sentences; writes evaluation.json into its folder."""
+
+    run: RunFolder
+    """Run folder."""
+    split: str = "test"
+    """Sentences to score: validation or test."""
+    limit: int | None = 200
+    """Sentences of each direction; None is all."""
+    directions: tuple[str, ...] = ()
+    """Directions to score, such as en-de; empty is all."""
+    checkpoint: str = "best"
+    """best, last, or a step."""
+    beam_size: int = 4
+    """Hypotheses kept for each sentence; 1 is greedy."""
+    length_penalty: float = 0.6
+    """Exponent of the length normalisation; larger favours longer translations."""
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Score a trained run: BLEU and chrF++ of each direction, beside two baselines."""
+    options = tyro.cli(EvaluateArguments, prog="moe evaluate", args=arguments)
+    from moe import decoding, evaluation
+    from moe.training import load_model, open_run
+    from moe.training.run import write_atomically
+
+    config = evaluation.EvaluationConfig(limit=options.limit, directions=options.directions)
+    decoding_config = decoding.DecodingConfig(
+        beam_size=options.beam_size, length_penalty=options.length_penalty
+    )
+    run = open_run(options.run)
+    model, step = load_model(run, options.checkpoint)
+
+    def translate_all(sentences: Sequence[str], languages: Sequence[str]) -> list[str]:
+        return decoding.translate(
+            model,
+            run.tokenizer,
+            sentences,
+            target_lang=languages,
+            config=decoding_config,
+            show_progress=True,
+        )
+
+    source = run.config.source
+    result = evaluation.evaluate(
+        translate_all,
+        source.pairs("train"),
+        source.pairs(_checked_split(options.split)),
+        config=config,
+    )
+    document = {"run": run.path.resolve().name, "step": step, "split": options.split}
+    document |= {"decoding": dataclasses.asdict(decoding_config)} | result.as_json()
+    path = run.path / "evaluation.json"
+    write_atomically(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    console = Console()
+    console.print(evaluation.table(result))
+    console.print(f"Scores and samples: {path}")
     return 0
 
 
@@ -238,12 +299,16 @@ def _config_type() -> type[TrainConfig]:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "translate": translate,
+    "evaluate": evaluate,
     "analyze": analyze,
 }
 
 
 def _usage() -> str:
-    lines = [f"  {name:<10} {function.__doc__.splitlines()[0]}" for name, function in COMMANDS.items()]
+    lines = [
+        f"  {name:<10} {(function.__doc__ or '').splitlines()[0]}"
+        for name, function in COMMANDS.items()
+    ]
     return "\n".join(
         [
             "usage: moe COMMAND ...",

@@ -90,9 +90,7 @@ def experts_figure(layer: LayerSummary, history: StackLoad | None) -> Figure:
         dropped_E = end.assigned_RYE[0, layer.layer] / choices - kept_E
         base = _rounded(kept_E * scale)
         data.append(bar("end of training, kept", kept_E, "training", meta="second"))
-        data.append(
-            bar("end of training, dropped", dropped_E, "training", meta="bad", base=base)
-        )
+        data.append(bar("end of training, dropped", dropped_E, "training", meta="bad", base=base))
     probability = bar("router probability", layer.mean_prob_E, "")
     del probability["offsetgroup"]
     data.append(probability | {"type": "scatter", "mode": "markers", "meta": "marker"})

@@ -173,9 +173,7 @@ def _balance_cure(
     return " ".join(cures)
 
 
-def _drops(
-    layer: LayerSummary, settings: Settings, thresholds: Thresholds
-) -> Iterator[Finding]:
+def _drops(layer: LayerSummary, settings: Settings, thresholds: Thresholds) -> Iterator[Finding]:
     if layer.drop_rate > 0:
         yield Finding(
             severity="fix",
@@ -281,9 +279,7 @@ def _specialisation(
     layers: Sequence[LayerSummary], loads: Mapping[str, StackLoad], thresholds: Thresholds
 ) -> Iterator[Finding]:
     for stack, load in loads.items():
-        layer = max(
-            (x for x in layers if x.stack == stack), key=lambda x: x.specialisation_bits
-        )
+        layer = max((x for x in layers if x.stack == stack), key=lambda x: x.specialisation_bits)
         if layer.specialisation_bits < thresholds.specialised_bits:
             continue
         bits_R = np.nan_to_num(load.divergence_RY[:, layer.layer])

@@ -6,10 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
+from typing import TypeAlias
 
 from moe.data.pairs import SPLITS, AlignedTexts, Direction, Pairs, SentencePair, Split, language_tag
 from moe.data.split import split_texts
 from moe.errors import UserError
+
+_Columns: TypeAlias = dict[Direction, tuple[list[str], list[str]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +63,8 @@ class PooledSource(ABC):
         )
 
     @cached_property
-    def _divided(self) -> dict[Split, Pairs]:
-        columns: dict[Direction, tuple[list[str], list[str]]] = {}
+    def _divided(self) -> Mapping[Split, Pairs]:
+        columns: _Columns = {}
         for row in self._rows():
             if self.both_directions and row.direction != _forward(row.direction):
                 row = row.reverse
@@ -75,23 +79,20 @@ class PooledSource(ABC):
         directions = wanted_directions(columns, self.languages, self._place())
         return self._divide({direction: columns[direction] for direction in directions})
 
-    def _divide(self, columns: Mapping[Direction, tuple[list[str], list[str]]]):
+    def _divide(self, columns: _Columns) -> Mapping[Split, Pairs]:
         keys = {
             direction: columns[direction][direction.target_lang == "en"] for direction in columns
         }
         split_of_key = self._split_keys(key for column in keys.values() for key in column)
         divided: dict[Split, dict[Direction, AlignedTexts]] = {split: {} for split in SPLITS}
-        for direction, (sources, targets) in columns.items():
-            rows: dict[Split | None, list[int]] = {split: [] for split in (*SPLITS, None)}
-            for number, key in enumerate(keys[direction]):
-                rows[split_of_key.get(key)].append(number)
-            for split in SPLITS:
-                if numbers := rows[split]:
-                    texts = [[side[i] for i in numbers] for side in (sources, targets)]
-                    divided[split][direction] = AlignedTexts(direction, *texts)
-                    if self.both_directions:
-                        back = direction.reverse
-                        divided[split][back] = AlignedTexts(back, *texts[::-1])
+        for (direction, sides), split in product(columns.items(), SPLITS):
+            numbers = [i for i, key in enumerate(keys[direction]) if split_of_key.get(key) == split]
+            if numbers:
+                texts = [[side[i] for i in numbers] for side in sides]
+                divided[split][direction] = AlignedTexts(direction, *texts)
+                if self.both_directions:
+                    back = direction.reverse
+                    divided[split][back] = AlignedTexts(back, *texts[::-1])
         return divided
 
 

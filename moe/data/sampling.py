@@ -53,11 +53,12 @@ class ExampleOrder(grain.transforms.DatasetSelectionMap):
 
     def __init__(self, counts: Sequence[int], *, temperature: float, seed: int):
         slots_of = np.rint(temperature_weights(counts, temperature) * _SLOTS).astype(int).clip(1)
-        ordered = np.repeat(np.arange(len(counts)), slots_of)
-        nth = np.concatenate([np.arange(slots) for slots in slots_of])  # of its direction
-        shuffle = np.random.default_rng(seed).permutation(len(ordered))
+        pattern = np.repeat(np.arange(len(counts)), slots_of)
+        np.random.default_rng(seed).shuffle(pattern)
+        nth = np.empty_like(pattern)  # how many of the same direction stand before, in the pattern
+        nth[np.argsort(pattern, kind="stable")] = np.concatenate([*map(np.arange, slots_of)])
         # Lists, because reading one item takes a third of the time that numpy takes.
-        self._pattern, self._nth = ordered[shuffle].tolist(), nth[shuffle].tolist()
+        self._pattern, self._nth = pattern.tolist(), nth.tolist()
         self._slots_of, self._counts = slots_of.tolist(), list(counts)
         self._seed = seed
         self._epochs: list[tuple[int, np.ndarray]] = [(-1, np.empty(0))] * len(counts)

@@ -46,7 +46,7 @@ class TfdsSource:
         feature, fixed_languages = _translation_feature(builder.info.features, self.name)
         records = self._records(builder, split)
         if fixed_languages is None:
-            return self._variable(records, feature)
+            return self._variable(records, feature, split)
         codes = {language_tag(code): code for code in fixed_languages}
         return {
             direction: TranslationRecords(
@@ -56,7 +56,7 @@ class TfdsSource:
                 codes[direction.source_lang],
                 codes[direction.target_lang],
             )
-            for direction in self._directions(list(codes))
+            for direction in self._directions(list(codes), self.languages)
         }
 
     def _records(self, builder: Any, split: Split) -> Sequence[Any]:
@@ -75,7 +75,7 @@ class TfdsSource:
                 f"{builder.info.file_format}. Give another data_dir, to prepare it anew there."
             ) from error
 
-    def _directions(self, tags: list[str]) -> Iterator[Direction]:
+    def _directions(self, tags: list[str], wanted: Sequence[str]) -> Iterator[Direction]:
         if "en" in tags:
             forward = [Direction("en", tag) for tag in tags if tag != "en"]
         elif len(tags) == 2:
@@ -85,10 +85,10 @@ class TfdsSource:
                 f"{self.name} must have English or exactly two languages: "
                 f"got {', '.join(tags) or 'none'}. Choose another configuration of it."
             )
-        for direction in wanted_directions(forward, self.languages, self.name):
+        for direction in wanted_directions(forward, wanted, self.name):
             yield from (direction, direction.reverse)
 
-    def _variable(self, records: Sequence[Any], feature: str | None) -> Pairs:
+    def _variable(self, records: Sequence[Any], feature: str | None, split: Split) -> Pairs:
         columns: dict[str, tuple[list[str], list[str]]] = {}
         for record in records:
             item = record if feature is None else record[feature]
@@ -98,8 +98,14 @@ class TfdsSource:
                 sources, targets = columns.setdefault(language_tag(code), ([], []))
                 sources.append(english)
                 targets.append(text)
+        wanted = {language_tag(lang) for lang in self.languages or columns}
+        if split != "train" and not wanted <= columns.keys():
+            self.pairs("train")  # refuses a language that is unknown there too
+            wanted &= columns.keys()
+        if not wanted:
+            return {}
         pairs = {}
-        for direction in self._directions(["en", *columns]):
+        for direction in self._directions(["en", *columns], sorted(wanted)):
             sides = columns[max(direction, key=lambda lang: lang != "en")]
             ordered = sides if direction.source_lang == "en" else sides[::-1]
             pairs[direction] = AlignedTexts(direction, *ordered)
@@ -126,7 +132,7 @@ class TranslationRecords(Sequence[SentencePair]):
     def __getitem__(self, index: int | slice) -> SentencePair | list[SentencePair]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        record = self.records[index if index >= 0 else len(self) + index]
+        record = self.records[range(len(self))[index]]  # which knows negative ones and the end
         item = record if self.feature is None else record[self.feature]
         source, target = _texts([item[self.source_code], item[self.target_code]])
         return SentencePair(source, target, *self.direction)

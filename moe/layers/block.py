@@ -46,7 +46,7 @@ class View:
       bias_BNLT: relative position bias, for relative attention.
       memory_BTM: encoder output; not needed where its keys and values are cached.
       memory_mask_BLT: True where a token sees a token of the memory.
-      step: scalar, where decoding stands: the position that the one token of x is written to.
+      step: scalar, the position that the one token of x is written to in the cache.
     """
 
     mask_BLT: jax.Array
@@ -67,6 +67,9 @@ class LayerCache:
     memory: KeyValue
 
 
+PairCache = tuple[LayerCache | None, ...]
+
+
 class Layer(nnx.Module):
     """Pre-norm residual layer: self-attention, cross-attention in a decoder, feed-forward."""
 
@@ -84,8 +87,8 @@ class Layer(nnx.Module):
             self.cross_norm, self.cross = norm(), attention()
         self.has_cross = c.cross_attention
         self.ffn_norm = norm()
-        self.sparse = sparse and c.num_experts > 0
-        if self.sparse:
+        self.ffn: MoE | FeedForward
+        if sparse and c.num_experts > 0:
             self.ffn = MoE(
                 c.d_model,
                 c.d_hidden,
@@ -113,7 +116,7 @@ class Layer(nnx.Module):
 
         h_BLM = self.attention_norm(x_BLM)
         own = self.attention.keys_values(h_BLM, view.rotary_BL)
-        if cache is not None:
+        if cache is not None and view.step is not None:
             own = cache.own.write(own, view.step)
             cache = dataclasses.replace(cache, own=own)
         y_BLM = self.attention(
@@ -131,7 +134,7 @@ class Layer(nnx.Module):
         return constrain(x_BLM, "batch", None, None), stats, cache
 
     def _feed_forward(self, x_BLM, token_mask_BL, key) -> tuple[jax.Array, MoEStats | None]:
-        if self.sparse:
+        if isinstance(self.ffn, MoE):
             return self.ffn(x_BLM, token_mask_BL, key)
         return self.ffn(x_BLM), None
 
@@ -147,15 +150,15 @@ class LayerPair(nnx.Module):
         self,
         x_BLM: jax.Array,
         view: View,
-        caches: tuple[LayerCache, LayerCache] | None,
+        caches: PairCache,
         key: jax.Array | None,
-    ) -> tuple[jax.Array, MoEStats | None, tuple[LayerCache, LayerCache] | None]:
+    ) -> tuple[jax.Array, MoEStats | None, PairCache]:
         """As `Layer`, for both."""
         keys = (None, None) if key is None else tuple(jax.random.split(key))
-        first, second = (None, None) if caches is None else caches
+        first, second = caches
         x_BLM, _, first = self.dense(x_BLM, view, first, keys[0])
         x_BLM, stats, second = self.sparse(x_BLM, view, second, keys[1])
-        return x_BLM, stats, None if caches is None else (first, second)
+        return x_BLM, stats, (first, second)
 
 
 def dropout(x_BLM: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

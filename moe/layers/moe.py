@@ -91,7 +91,11 @@ class MoE(nnx.Module):
             raise UserError(
                 f"dispatch must be one of {tuple(_BACK_ENDS)}: got {dispatch!r}. Choose one of them."
             )
-        for name, size in (("d_model", d_model), ("d_hidden", d_hidden), ("group_size", group_size)):
+        for name, size in (
+            ("d_model", d_model),
+            ("d_hidden", d_hidden),
+            ("group_size", group_size),
+        ):
             if size < 1:
                 raise UserError(f"{name} must be at least 1: got {size}. Raise it.")
         self.group_size = group_size

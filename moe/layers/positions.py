@@ -58,10 +58,11 @@ class RelativeBias(nnx.Module):
         return jnp.transpose(bias_BLTN, (0, 3, 1, 2))
 
     def _bucket(self, distance_BLT: jax.Array) -> jax.Array:
-        num_buckets, offset = self.num_buckets, 0
+        num_buckets = self.num_buckets
+        offset_BLT = jnp.zeros_like(distance_BLT)
         if self.bidirectional:
             num_buckets //= 2
-            offset = jnp.where(distance_BLT > 0, num_buckets, 0)
+            offset_BLT = jnp.where(distance_BLT > 0, num_buckets, 0)
             distance_BLT = jnp.abs(distance_BLT)
         else:
             distance_BLT = jnp.maximum(-distance_BLT, 0)
@@ -69,4 +70,4 @@ class RelativeBias(nnx.Module):
         ratio = jnp.log(jnp.maximum(distance_BLT, 1) / exact) / math.log(self.max_distance / exact)
         far = exact + (ratio * (num_buckets - exact)).astype(jnp.int32)
         near = distance_BLT < exact
-        return offset + jnp.where(near, distance_BLT, jnp.minimum(far, num_buckets - 1))
+        return offset_BLT + jnp.where(near, distance_BLT, jnp.minimum(far, num_buckets - 1))

@@ -12,7 +12,7 @@ from flax import nnx
 from moe.errors import UserError
 from moe.layers import MoEStats, Top2
 from moe.layers.attention import KeyValue
-from moe.layers.block import BlockConfig, LayerCache, LayerPair, View, dropout
+from moe.layers.block import BlockConfig, LayerCache, LayerPair, PairCache, View, dropout
 from moe.layers.moe import Dispatch
 from moe.layers.positions import RelativeBias
 from moe.sharding import constrain, param
@@ -119,8 +119,8 @@ class DecodeCache:
       source_mask_BT: real source tokens.
     """
 
-    own: tuple[KeyValue, KeyValue]
-    memory: tuple[KeyValue, KeyValue]
+    own: tuple[KeyValue, ...]
+    memory: tuple[KeyValue, ...]
     source_mask_BT: jax.Array
 
 
@@ -138,7 +138,13 @@ class Stack(nnx.Module):
         self.pairs = make_pairs(rngs)
         self.norm = nnx.RMSNorm(config.d_model, dtype=config.dtype, rngs=rngs)
 
-    def __call__(self, x_BLM, view: View, caches=None, key: jax.Array | None = None):
+    def __call__(
+        self,
+        x_BLM: jax.Array,
+        view: View,
+        caches: PairCache = (None, None),
+        key: jax.Array | None = None,
+    ) -> tuple[jax.Array, MoEStats | None, PairCache]:
         """The normalised output, MoEStats with leading Y (None if dense), and the caches."""
         graph, state_Y = nnx.split(self.pairs)
         keys_Y = None if key is None else jax.random.split(key, self.num_pairs)
@@ -279,13 +285,13 @@ class Transformer(nnx.Module):
             step=step,
             **self._positions("decoder", jnp.full((batch, 1), step), positions_BT),
         )
-        caches = tuple(
+        caches: PairCache = tuple(
             LayerCache(own=own, memory=memory)
             for own, memory in zip(cache.own, cache.memory, strict=True)
         )
         x_BLM, _ = self._embed(token_B[:, None], None)
         x_BLM, _, caches = self.decoder(x_BLM, view, caches)
-        own = tuple(layer.own for layer in caches)
+        own = tuple(layer.own for layer in caches if layer is not None)
         return self._logits(x_BLM)[:, 0], dataclasses.replace(cache, own=own)
 
     def _embed(self, tokens_BL, key) -> tuple[jax.Array, jax.Array | None]:

@@ -21,4 +21,4 @@ def count_collectives(compiled: jax.stages.Compiled) -> collections.Counter[str]
     Returns:
       Counter by HLO name, such as {"all-to-all": 2}. One inside a loop counts once.
     """
-    return collections.Counter(_COLLECTIVE.findall(compiled.as_text()))
+    return collections.Counter(_COLLECTIVE.findall(compiled.as_text() or ""))

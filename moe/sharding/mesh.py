@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -14,40 +15,35 @@ AXES = ("data", "expert")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many devices each mesh axis has; their product is the number of devices used."""
+    """How many devices each mesh axis has; together they use every device."""
 
-    data: int = 1
-    """Devices along which the batch alone is split."""
+    data: int | None = None
+    """Devices along which the batch alone is split; None is all that `expert` leaves."""
     expert: int = 1
     """Devices along which experts are split; tokens are split over them too."""
 
     def __post_init__(self):
         for axis in AXES:
-            if getattr(self, axis) < 1:
-                raise UserError(
-                    f"mesh.{axis} must be at least 1: got {getattr(self, axis)}. Use 1 for no split."
-                )
-
-    @property
-    def num_devices(self) -> int:
-        """Devices in the mesh."""
-        return self.data * self.expert
+            size = getattr(self, axis)
+            if size is not None and size < 1:
+                raise UserError(f"mesh.{axis} must be at least 1: got {size}. Use 1 for no split.")
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh of `config` over the attached devices, all of which it must use.
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of `config` over `devices`, by default all that are attached.
 
     The compiler places what is not annotated (axis type Auto), as in GShard.
 
     Raises:
-      UserError: the mesh does not have as many devices as are attached.
+      UserError: the mesh does not use exactly the devices there are.
     """
-    if config.num_devices != jax.device_count():
+    devices = jax.devices() if devices is None else devices
+    data = len(devices) // config.expert if config.data is None else config.data
+    if data * config.expert != len(devices):
         raise UserError(
-            f"mesh must fit the devices: got data={config.data} x expert={config.expert} = "
-            f"{config.num_devices}, but {jax.device_count()} device(s) are attached. "
-            "Change --mesh.data or --mesh.expert (on CPU, XLA_FLAGS="
-            "--xla_force_host_platform_device_count=N simulates N devices)."
+            f"mesh must fit the devices: got data={data} x expert={config.expert} for "
+            f"{len(devices)} attached device(s). Change --mesh.data or --mesh.expert (on CPU, "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=N simulates N devices)."
         )
-    sizes = (config.data, config.expert)
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh((data, config.expert), AXES, axis_types=types, devices=devices)

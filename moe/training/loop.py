@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -42,16 +42,21 @@ class Outcome:
       run: the run folder, ready to be read.
       step: steps taken in all.
       validation_loss: nats a target token at the last validation; NaN if none was made.
-      interrupted: a signal asked for the end before the last step.
+      signal: number of the signal that ended the training before the last step, if one did.
     """
 
     run: Run
     step: int
     validation_loss: float
-    interrupted: bool
+    signal: int | None
 
 
-def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
+def train(
+    config: TrainConfig,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    console: Console | None = None,
+) -> Outcome:
     """Trains the run of `config` to its last step, from its newest checkpoint if it has one.
 
     SIGTERM and SIGINT save a checkpoint after the step under way and end the training. On one device
@@ -59,6 +64,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
 
     Args:
       config: the run.
+      devices: those of the mesh; None is all that are attached.
       console: where progress is shown; None shows it on standard error.
 
     Raises:
@@ -66,7 +72,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         devices, a damaged checkpoint, or too many steps in a row without a finite gradient.
     """
     console = console or Console(stderr=True)
-    mesh = make_mesh(config.mesh)
+    mesh = make_mesh(config.mesh, devices)
     pairs = config.source.pairs("train")
     run = start_run(config, pairs)
     with contextlib.ExitStack() as stack:
@@ -115,7 +121,7 @@ class _Trainer:
         self.logs = RunLogs(run.path, step=self.step)
         self.validation_loss = float("nan")
 
-    def train(self, stop: list[str]) -> Outcome:
+    def train(self, stop: list[int]) -> Outcome:
         """Steps to the end or to a signal, with a progress bar."""
         config = self.config
         if self.step:
@@ -133,14 +139,17 @@ class _Trainer:
                     values = self._log(window)
                     self.logs.load(self.step, stats)
                     bar.update(task, completed=self.step, status=_status(values))
+                    if not self.console.is_terminal:  # a bar shows nothing in a file
+                        self.console.print(f"step {self.step}: {_status(values)}")
                     window = _Window()
                 if self.step % config.checkpoint.every == 0 or self.step == config.steps:
                     self._validate_and_save()
                     window.restart_clock()
-        if stop and self.step < config.steps:
-            self._save_interrupted(stop[0])
+        cut_short = stop[0] if self.step < config.steps else None
+        if cut_short:
+            self._save_interrupted(cut_short)
         self.checkpoints.wait()
-        return Outcome(self.run, self.step, self.validation_loss, self.step < config.steps)
+        return Outcome(self.run, self.step, self.validation_loss, cut_short)
 
     def close(self) -> None:
         """Lets go of data workers and files."""
@@ -176,8 +185,8 @@ class _Trainer:
             )
         self._save(self.validation_loss)
 
-    def _save_interrupted(self, name: str) -> None:
-        self.console.print(f"{name}: saving step {self.step}.")
+    def _save_interrupted(self, number: int) -> None:
+        self.console.print(f"{signal.Signals(number).name}: saving step {self.step}.")
         if self.checkpoints.latest() != self.step:
             self._save(None)
 
@@ -245,15 +254,13 @@ def _validation_batches(run: Run) -> Iterator[Batch]:
 
 
 @contextlib.contextmanager
-def _stop_signal() -> Iterator[list[str]]:
-    """A list that SIGTERM and SIGINT put their name into, in place of what they did before."""
-    received: list[str] = []
+def _stop_signal() -> Iterator[list[int]]:
+    """A list that SIGTERM and SIGINT put their number into, in place of what they did before."""
+    received: list[int] = []
     before = {}
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(ValueError):  # not the main thread: leave signals alone
-            before[number] = signal.signal(
-                number, lambda number, _: received.append(signal.Signals(number).name)
-            )
+            before[number] = signal.signal(number, lambda number, _: received.append(number))
     try:
         yield received
     finally:

@@ -93,9 +93,12 @@ def make_train_step(
 
     def loss_of(params, batch: Batch, key):
         logits_BLV, stats = forward(graph, params, batch, key)
-        mask_BL = batch.target_segments_BL > 0
+        mask_BL = jnp.asarray(batch.target_segments_BL) > 0
         loss = cross_entropy(
-            logits_BLV, batch.target_out_BL, mask_BL, label_smoothing=objective.label_smoothing
+            logits_BLV,
+            jnp.asarray(batch.target_out_BL),
+            mask_BL,
+            label_smoothing=objective.label_smoothing,
         )
         routers = router_losses(stats)
         metrics = {"loss": loss, "num_tokens": jnp.sum(mask_BL), **routers}
@@ -130,9 +133,9 @@ def make_eval_step(
 
     def step(params, batch: Batch):
         logits_BLV, stats = forward(graph, params, batch, None)
-        mask_BL = batch.target_segments_BL > 0
+        mask_BL = jnp.asarray(batch.target_segments_BL) > 0
         num_tokens = jnp.sum(mask_BL)
-        loss = cross_entropy(logits_BLV, batch.target_out_BL, mask_BL)
+        loss = cross_entropy(logits_BLV, jnp.asarray(batch.target_out_BL), mask_BL)
         return loss * num_tokens, num_tokens, stats
 
     return jax.jit(step)

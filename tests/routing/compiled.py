@@ -22,15 +22,17 @@ top2 = jax.jit(
 def assert_same_plan(plan, expected) -> None:
     """The decisions of a plan are the oracle's, its numbers too as far as float32 goes.
 
-    Expert and slot of a choice mean nothing where it is not assigned, or not kept.
+    Expert and slot mean nothing where a choice is not assigned.
     """
     choices = expected.choices
     np.testing.assert_array_equal(plan.assigned_GSK, choices.assigned_GSK)
     np.testing.assert_array_equal(plan.kept_GSK, choices.kept_GSK)
-    for name, where_GSK in [("expert_GSK", choices.assigned_GSK), ("slot_GSK", choices.kept_GSK)]:
+    for name in ["expert_GSK", "slot_GSK"]:
         ours, theirs = np.asarray(getattr(plan, name)), getattr(choices, name)
         assert ours.dtype == np.int32
-        np.testing.assert_array_equal(ours[where_GSK], theirs[where_GSK], err_msg=name)
+        np.testing.assert_array_equal(
+            ours[choices.assigned_GSK], theirs[choices.assigned_GSK], err_msg=name
+        )
     for name in ["probs_GSE", "gate_GSK", "aux_loss", "z_loss"]:
         ours = np.asarray(getattr(plan, name))
         assert ours.dtype == np.float32

@@ -22,7 +22,8 @@ G, S, E, C = 3, 13, 5, 4  # 26 choices for 20 slots in each group, so some are a
 def random_case(seed: int, *, partly_important: bool):
     """Logits, token mask and importance of three groups; in some cases a group is all padding."""
     rng = np.random.default_rng(seed)
-    logits_GSE = rng.normal(scale=2, size=(G, S, E)).astype(np.float32)
+    favour_E = [2, 0, 1, 0, -1]  # so that first choices alone overfill an expert
+    logits_GSE = rng.normal(favour_E, 2, size=(G, S, E)).astype(np.float32)
     levels = [0, 0.3, 1] if partly_important else [0, 1]
     odds = [0.1, 0.2, 0.7] if partly_important else [0.1, 0.9]
     importance_GS = rng.choice(levels, p=odds, size=(G, S)).astype(np.float32)

@@ -1,0 +1,16 @@
+"""How good the translations are: BLEU and chrF++ for each direction, beside two baselines."""
+
+from moe.evaluation.baselines import NearestSentence
+from moe.evaluation.evaluate import Evaluation, EvaluationConfig, evaluate
+from moe.evaluation.metrics import Scores, score
+from moe.evaluation.table import table
+
+__all__ = [
+    "Evaluation",
+    "EvaluationConfig",
+    "NearestSentence",
+    "Scores",
+    "evaluate",
+    "score",
+    "table",
+]
