@@ -260,6 +260,7 @@ def _stats_by_direction(run: Run, model, options: AnalyzeArguments) -> Iterable[
         batch_size=mixture.batch_size,
         source_length=mixture.source_length,
         target_length=mixture.target_length,
+        pack=True,
     )
     graph, params = split_model(model)
     eval_step = make_eval_step(graph)

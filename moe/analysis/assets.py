@@ -28,18 +28,18 @@ header { padding-top: 28px; }
 h1 { font-size: 1.65rem; line-height: 1.2; margin: 0 0 4px; }
 h2 { font-size: 1.15rem; margin: 0 0 4px; }
 h3 { font-size: .95rem; margin: 12px 0 0; }
-p { margin: 4px 0 10px; max-width: 78ch; }
+p { margin: 4px 0 10px; max-width: 92ch; }
 .soft { color: var(--soft); }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 18px 20px; margin: 18px 0; }
 code { font: .92em ui-monospace, "DejaVu Sans Mono", monospace; background: var(--note-back);
   padding: 1px 4px; border-radius: 4px; overflow-wrap: anywhere; }
 .tiles { display: grid; gap: 12px; margin: 18px 0;
-  grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(146px, 1fr)); }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 12px 14px; }
 .tile b { display: block; font-size: 1.5rem; line-height: 1.25; }
-.tile span { color: var(--soft); font-size: .86rem; display: block; }
+.tile .label { color: var(--soft); font-size: .84rem; display: block; }
 .badge { display: inline-block; font-size: .8rem; font-weight: 600; padding: 1px 9px;
   border-radius: 99px; white-space: nowrap; color: var(--note); background: var(--note-back); }
 .fix { color: var(--fix); background: var(--fix-back); }
@@ -48,7 +48,7 @@ code { font: .92em ui-monospace, "DejaVu Sans Mono", monospace; background: var(
 .findings { list-style: none; margin: 8px 0 0; padding: 0; }
 .findings li { padding: 12px 0; border-top: 1px solid var(--line); }
 .findings li:first-child { border-top: 0; }
-.findings p { margin: 3px 0 0; }
+.findings p { margin: 3px 0 0; max-width: 118ch; }
 .findings .title { font-weight: 600; }
 .pair { display: grid; gap: 8px 28px;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr)); }
@@ -75,7 +75,7 @@ th, td { padding: 5px 10px; text-align: right; border-bottom: 1px solid var(--li
   white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
   background: var(--card); }
-thead th { vertical-align: bottom; color: var(--soft); font-weight: 600; }
+thead th { vertical-align: bottom; color: var(--soft); font-weight: 600; white-space: normal; }
 details { margin: 8px 0 0; }
 summary { cursor: pointer; color: var(--accent); font-size: .88rem; }
 dl { display: grid; grid-template-columns: minmax(120px, max-content) 1fr; gap: 6px 18px; margin: 8px 0; }
@@ -92,7 +92,9 @@ SCRIPT = """
 'use strict';
 const figures = JSON.parse(document.getElementById('figures').textContent);
 const chooser = document.getElementById('layer');
-const config = {displaylogo: false, responsive: true, modeBarButtonsToRemove: ['lasso2d', 'select2d']};
+const config = {displaylogo: false, responsive: true,
+  displayModeBar: matchMedia('(hover: hover)').matches ? 'hover' : false,
+  modeBarButtonsToRemove: ['lasso2d', 'select2d', 'zoomIn2d', 'zoomOut2d', 'autoScale2d']};
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim();
 
 function painted(figure, layer) {
@@ -113,6 +115,7 @@ function painted(figure, layer) {
   copy.data.sort((a, b) => (a.meta?.layer === layer) - (b.meta?.layer === layer));
   Object.assign(copy.layout, {paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
     font: {color: colour('ink'), family: 'inherit', size: 12}});
+  copy.layout.modebar = {bgcolor: 'rgba(0,0,0,0)', color: colour('soft'), activecolor: colour('accent')};
   copy.layout.hoverlabel = {bgcolor: colour('card'), bordercolor: colour('line'), font: {color: colour('ink')}};
   for (const key of Object.keys(copy.layout)) {
     if (/^[xy]axis/.test(key)) copy.layout[key] = {...axis, ...copy.layout[key]};

@@ -34,7 +34,7 @@ def layers_figure(load: StackLoad, layers: list[LayerSummary]) -> Figure:
         counts=total.assigned_RYE[0],
         hover="%{y}, expert %{x}<br><b>%{text}</b> times its share<br>%{customdata:,} choices",
     )
-    return {"data": [trace], "layout": _layout(34 * load.num_layers + 78, xaxis=_experts(load))}
+    return {"data": [trace], "layout": _layout(34 * load.num_layers + 90, xaxis=_experts(load))}
 
 
 def directions_figure(load: StackLoad, layer: int) -> Figure:
@@ -57,7 +57,7 @@ def directions_figure(load: StackLoad, layer: int) -> Figure:
         "hovertemplate": "%{y}: %{x:.2f} bits from the mean of all directions<extra></extra>",
     }
     layout = _layout(
-        20 * len(names) + 96,
+        20 * len(names) + 100,
         xaxis=_experts(load) | {"domain": [0, 0.8]},
         xaxis2={"domain": [0.83, 1], "title": {"text": "bits"}, "rangemode": "tozero"},
     )
@@ -118,7 +118,7 @@ def capacity_figure(layers: list[LayerSummary], now: float | None) -> Figure:
         320,
         xaxis={"title": {"text": "capacity factor"}},
         yaxis={"tickformat": ".0%", "rangemode": "tozero", "title": {"text": "dropped"}},
-        margin={"l": 64, "r": 8, "t": 12, "b": 44},
+        margin={"l": 64, "r": 8, "t": 28, "b": 44},
     )
     if now is not None:
         layout["shapes"] = [_rule(x0=now, x1=now, y0=0, y1=1, yref="paper")]
@@ -222,7 +222,7 @@ def _layout(height: int, **more: Any) -> dict[str, Any]:
     yaxis = {"automargin": True} | more.pop("yaxis", {"autorange": "reversed"})
     return {
         "height": height,
-        "margin": {"l": 8, "r": 8, "t": 12, "b": 44},
+        "margin": {"l": 8, "r": 8, "t": 28, "b": 44},
         "showlegend": "legend" in more,
         "hovermode": "closest",
         "xaxis": xaxis,

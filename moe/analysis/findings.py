@@ -8,7 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from moe.analysis.layers import LayerSummary
+from moe.analysis import balance
+from moe.analysis.layers import CAPACITY_FACTORS, LayerSummary
 from moe.analysis.load import StackLoad
 
 Severity = Literal["fix", "watch", "note"]
@@ -113,11 +114,9 @@ def _balance(
         return
     driver = _driver(layer, load) if hot >= thresholds.watch_imbalance else None
     evidence = [
-        f"Expert {layer.hottest} takes {percent(layer.share_E[layer.hottest])} of the choices "
-        f"instead of {percent(1 / layer.num_experts)}; the load is as uneven as if only "
-        f"{layer.effective_experts:.1f} of {layer.num_experts} experts existed.",
-        _trend(layer, growth, thresholds),
+        _spread(layer) if severity else "",
         f"{driver[1]:.0%} of that expert's excess comes from {driver[0]}." if driver else "",
+        _trend(layer, growth, thresholds),
     ]
     yield Finding(
         severity=severity or "watch",
@@ -126,6 +125,14 @@ def _balance(
         title=_balance_title(layer, dead, severity, thresholds),
         evidence=" ".join(filter(None, evidence)),
         cure=_balance_cure(layer, dead, driver, settings, thresholds),
+    )
+
+
+def _spread(layer: LayerSummary) -> str:
+    return (
+        f"Expert {layer.hottest} takes {percent(layer.share_E[layer.hottest])} of the choices "
+        f"instead of {percent(1 / layer.num_experts)}; the load spreads as over "
+        f"{layer.effective_experts:.1f} of {layer.num_experts} experts."
     )
 
 
@@ -155,10 +162,12 @@ def _balance_cure(
     thresholds: Thresholds,
 ) -> str:
     cures = [f"{_raised('balance_weight', settings.balance_weight, at_zero=0.01)} and train on."]
+    if _growth(layer) <= -thresholds.growth:
+        cures.insert(0, "Training on may be enough, for it is falling; if not:")
     if _collapsed(layer, thresholds):
         cures.append(
-            f"Also {_raised('z_weight', settings.z_weight, at_zero=0.001).lower()}, and start from "
-            "an earlier checkpoint: a collapsed router gives the other experts no gradient."
+            f"{_raised('z_weight', settings.z_weight, at_zero=0.001)} too, and start from an "
+            "earlier checkpoint: experts that no token chooses get no gradient."
         )
     elif driver:
         cures.append(
@@ -194,43 +203,43 @@ def _drops(layer: LayerSummary, settings: Settings, thresholds: Thresholds) -> I
         stack=layer.stack,
         layer=layer.layer,
         title=f"{percent(rate)} of the choices are dropped in training",
-        evidence="Mean of the last fifth of training; a dropped choice leaves its token with a "
-        f"smaller update. {_predicted(layer, settings)}",
+        evidence=f"In its last fifth. {_explained(layer, settings)}",
         cure=_drop_cure(layer, settings, thresholds),
     )
 
 
-def _predicted(layer: LayerSummary, settings: Settings) -> str:
-    if settings.capacity_factor not in layer.drop_rate_at:
-        return f"None would be at a capacity factor of {layer.max_over_mean:.2f}, in large groups."
-    predicted = layer.drop_rate_at[settings.capacity_factor]
+def _explained(layer: LayerSummary, settings: Settings) -> str:
+    """How much of the drop rate the mean load explains; the rest is due to single groups."""
+    assert layer.training_share_E is not None
+    need = f"nothing would be dropped from {layer.training_max_over_mean:.2f} on"
+    if settings.capacity_factor is None:
+        return f"With the mean load of that time and large groups {need}."
+    explained = float(balance.drop_rate_at(layer.training_share_E, settings.capacity_factor))
     return (
-        f"The load measured here explains {percent(predicted)} at a capacity factor of "
-        f"{settings.capacity_factor:g}; the rest is unevenness between groups."
+        f"The mean load of that time explains {percent(explained)} at a capacity factor of "
+        f"{settings.capacity_factor:g} ({need}); what is more comes from groups less even than it."
     )
 
 
 def _drop_cure(layer: LayerSummary, settings: Settings, thresholds: Thresholds) -> str:
+    assert layer.training_share_E is not None and layer.training_max_over_mean is not None
     now = settings.capacity_factor
-    enough = [
-        factor
-        for factor, rate in layer.drop_rate_at.items()
-        if rate <= 0.01 and (now is None or factor > now)
-    ]
+    rates = {x: float(balance.drop_rate_at(layer.training_share_E, x)) for x in CAPACITY_FACTORS}
+    enough = [x for x, rate in rates.items() if rate <= 0.01 and (now is None or x > now)]
     cures = []
-    if layer.max_over_mean >= thresholds.watch_imbalance:
+    if layer.training_max_over_mean >= thresholds.watch_imbalance:
         cures.append("Balance the layer first.")
     if enough:
         cures.append(
-            f"Raise `router.capacity_factor`{_now(now)} to {enough[0]:g}, where the measured load "
-            f"would drop {percent(layer.drop_rate_at[enough[0]])}."
+            f"Raise `router.capacity_factor`{_now(now)} to {enough[0]:g}, where the mean load "
+            f"alone would drop {percent(rates[enough[0]])}."
         )
     elif not cures:
-        cures.append("Larger groups (`group_size`) are each closer to the mean load.")
+        cures.append("Raise `group_size`: larger groups are each closer to the mean load.")
     if not settings.batch_priority:
         cures.append(
-            "`router.batch_priority=True` costs nothing and drops the tokens the router is "
-            "least sure of."
+            "`router.batch_priority=True` makes sure that it hits the tokens the router is least "
+            "certain of."
         )
     return " ".join(cures)
 
@@ -283,6 +292,7 @@ def _specialisation(
         if layer.specialisation_bits < thresholds.specialised_bits:
             continue
         bits_R = np.nan_to_num(load.divergence_RY[:, layer.layer])
+        ratio_RE = load.share_RYE[:, layer.layer] * load.num_experts
         examples = []
         for row in np.argsort(-bits_R)[:3]:
             share_E = load.share_RYE[row, layer.layer]
@@ -297,7 +307,7 @@ def _specialisation(
             f"{layer.max_specialisation_bits:.2f} bits about the direction, more than in any "
             f"other layer of the {stack}: {'; '.join(examples)}.",
             cure="Nothing to fix while batches mix the directions. Batches of one direction "
-            f"would need a capacity factor of {load.share_RYE[:, layer.layer].max(-1).max() * load.num_experts:.1f}.",
+            f"would need a capacity factor of up to {np.nanmax(ratio_RE):.1f}.",
         )
 
 

@@ -146,7 +146,7 @@ def _drop_tile(report: LoadReport) -> str:
 
 def _tile(number: str, label: str, badge: str = "") -> str:
     mark = _badge(badge) if badge else ""
-    return f'<div class="tile">{mark}<b>{number}</b><span>{html.escape(label)}</span></div>'
+    return f'<div class="tile">{mark}<b>{number}</b><span class="label">{html.escape(label)}</span></div>'
 
 
 def _badge(kind: str) -> str:

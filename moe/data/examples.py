@@ -122,7 +122,10 @@ def encode_pairs(
     target_length: int,
     in_memory: bool = True,
 ) -> dict[Direction, EncodedPairs | LazyPairs]:
-    """The examples of every direction; warns, with the number, of pairs left out as too long.
+    """The examples of every direction; warns, with their number, of pairs left out as too long.
+
+    Directions come in alphabetical order: the training stream numbers them, and must not depend on
+    the order in which a source lists them.
 
     With `in_memory=False` nothing is kept, and what is too long is skipped when it is met,
     uncounted.
@@ -133,11 +136,11 @@ def encode_pairs(
     require_pairs(pairs)
     examples_of = EncodedPairs if in_memory else LazyPairs
     encoded = {}
-    for direction, of_direction in pairs.items():
+    for direction in sorted(pairs):
         encoder = PairEncoder(
             direction, tokenizer, source_length=source_length, target_length=target_length
         )
-        encoded[direction] = examples_of(encoder, of_direction)
+        encoded[direction] = examples_of(encoder, pairs[direction])
     total = sum(map(len, pairs.values()))
     if dropped := total - sum(map(len, encoded.values())):
         _log.warning(

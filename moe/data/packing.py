@@ -160,9 +160,9 @@ def eval_batches(
 ) -> Iterator[tuple[Direction, Batch]]:
     """Every pair once, for a validation loss by direction.
 
-    A batch holds pairs of one direction, in their order and one a row unless packed; the last one
-    of a direction is filled up with empty rows. Pairs that are too long are left out, with a
-    warning that counts them.
+    Directions come in alphabetical order. A batch holds pairs of one of them, in their order and one
+    a row unless packed; its last batch is filled up with empty rows. Pairs that are too long are
+    left out, with a warning that counts them.
 
     Raises:
       UserError: there is no direction, or one without a pair that fits; at the call.

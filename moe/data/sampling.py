@@ -29,7 +29,8 @@ def temperature_weights(counts: Sequence[int], temperature: float) -> np.ndarray
 
     Source: Arivazhagan et al. 2019 (arXiv:1907.05019), section 4.1, who train with T=5.
     """
-    powers = np.asarray(counts, np.float64) ** (1.0 / temperature)
+    logits = np.log(counts) / temperature
+    powers = np.exp(logits - logits.max())
     return powers / powers.sum()
 
 
@@ -110,9 +111,9 @@ def sample_texts(pairs: Pairs, *, num_texts: int, temperature: float, seed: int)
     """
     require_pairs(pairs)
     columns: dict[str, list[_Column]] = defaultdict(list)
-    for direction, examples in pairs.items():
-        columns[direction.source_lang].append((examples, "source"))
-        columns[direction.target_lang].append((examples, "target"))
+    for direction in sorted(pairs):
+        columns[direction.source_lang].append((pairs[direction], "source"))
+        columns[direction.target_lang].append((pairs[direction], "target"))
     counts = [sum(len(examples) for examples, _ in columns[lang]) for lang in sorted(columns)]
     shares = temperature_weights(counts, temperature) * min(num_texts, sum(counts))
     rng = np.random.default_rng(seed)

@@ -249,6 +249,7 @@ def _validation_batches(run: Run) -> Iterator[Batch]:
         batch_size=config.mixture.batch_size,
         source_length=config.mixture.source_length,
         target_length=config.mixture.target_length,
+        pack=True,
     )
     return (batch for _, batch in batches)
 

@@ -74,6 +74,10 @@ def test_one_seed_is_one_stream():
     )
 
 
+def test_the_order_of_the_directions_does_not_matter():
+    assert_equal(batches_of(3, pairs=dict(reversed(PAIRS.items()))), batches_of(3))
+
+
 def test_one_worker_makes_the_batches_that_none_makes():
     one = dataclasses.replace(CONFIG, num_workers=1)
     assert_equal(batches_of(4, one), batches_of(4))

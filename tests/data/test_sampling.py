@@ -16,7 +16,13 @@ from moe.errors import UserError
 
 @pytest.mark.parametrize(
     ("temperature", "expected"),
-    [(1.0, (1 / 17, 16 / 17)), (2.0, (1 / 5, 4 / 5)), (4.0, (1 / 3, 2 / 3)), (np.inf, (0.5, 0.5))],
+    [
+        (1.0, (1 / 17, 16 / 17)),
+        (2.0, (1 / 5, 4 / 5)),
+        (4.0, (1 / 3, 2 / 3)),
+        (np.inf, (0.5, 0.5)),
+        (1e-4, (0.0, 1.0)),
+    ],
 )
 def test_temperature_lifts_the_rare_language(temperature, expected):
     # 16^(1/1) = 16, 16^(1/2) = 4, 16^(1/4) = 2, 16^0 = 1, each beside 1

@@ -26,9 +26,8 @@ from moe.routing import expert_capacity
         ),
         pytest.param(3, 16, {"capacity_factor": 1.0}, 3, id="never more slots than tokens"),
         pytest.param(12, 4, {"capacity_factor": 100.0}, 12, id="dropless"),
-        # 1.1 * 100 is 110.00000000000001 in floating point.
-        pytest.param(100, 2, {"capacity_factor": 1.1}, 100, id="capped at S"),
-        pytest.param(1000, 20, {"capacity_factor": 1.1}, 110, id="no slot for a rounding error"),
+        # 1.1 * 100 * 2 / 10 is 22.000000000000004 in floating point.
+        pytest.param(100, 10, {"capacity_factor": 1.1}, 22, id="no slot for a rounding error"),
     ],
 )
 def test_capacity_by_hand(num_tokens, num_experts, options, slots):
