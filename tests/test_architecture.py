@@ -40,7 +40,9 @@ def imported_rooms(path: Path) -> set[str]:
 
 
 def modules():
-    return [p for p in sorted((ROOT / "moe").rglob("*.py")) if p.parent.name != "moe" or p.stem in ROOMS]
+    return [
+        p for p in sorted((ROOT / "moe").rglob("*.py")) if p.parent.name != "moe" or p.stem in ROOMS
+    ]
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
@@ -54,7 +56,9 @@ def test_routing_and_data_know_neither_flax_models_nor_meshes():
     for room, forbidden in (("routing", "flax"), ("data", "jax"), ("data", "flax")):
         for path in (ROOT / "moe" / room).glob("*.py"):
             roots = {
-                (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name or "").split(".")[0]
+                (
+                    node.module if isinstance(node, ast.ImportFrom) else node.names[0].name or ""
+                ).split(".")[0]
                 for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
                 if isinstance(node, ast.Import | ast.ImportFrom)
             }

@@ -1,6 +1,6 @@
 """Expert load: collect it, summarise it, and show where it is uneven and what to do."""
 
-from moe.analysis.findings import Finding, Settings, Thresholds
+from moe.analysis.advice import Finding, Settings, Thresholds
 from moe.analysis.history import read_history
 from moe.analysis.layers import LayerSummary
 from moe.analysis.load import StackLoad, collect_load

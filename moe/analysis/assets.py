@@ -31,14 +31,14 @@ h3 { font-size: .95rem; margin: 12px 0 0; }
 p { margin: 4px 0 10px; max-width: 92ch; }
 .soft { color: var(--soft); }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-  padding: 18px 20px; margin: 18px 0; }
+  padding: 18px 20px; margin: 18px 0; scroll-margin-top: 70px; }
 code { font: .92em ui-monospace, "DejaVu Sans Mono", monospace; background: var(--note-back);
   padding: 1px 4px; border-radius: 4px; overflow-wrap: anywhere; }
 .tiles { display: grid; gap: 12px; margin: 18px 0;
   grid-template-columns: repeat(auto-fit, minmax(146px, 1fr)); }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 12px 14px; }
-.tile b { display: block; font-size: 1.5rem; line-height: 1.25; }
+.tile b { display: block; font-size: 1.4rem; line-height: 1.25; white-space: nowrap; }
 .tile .label { color: var(--soft); font-size: .84rem; display: block; }
 .badge { display: inline-block; font-size: .8rem; font-weight: 600; padding: 1px 9px;
   border-radius: 99px; white-space: nowrap; color: var(--note); background: var(--note-back); }
@@ -71,10 +71,11 @@ button.link { border: 0; background: none; color: var(--accent); text-decoration
 :focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
 .scroll { overflow-x: auto; max-height: 480px; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 10px; text-align: right; border-bottom: 1px solid var(--line);
+th, td { padding: 5px 8px; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
   background: var(--card); }
+.layers :is(td, th):nth-child(2) { text-align: left; }
 thead th { vertical-align: bottom; color: var(--soft); font-weight: 600; white-space: normal; }
 details { margin: 8px 0 0; }
 summary { cursor: pointer; color: var(--accent); font-size: .88rem; }
@@ -109,14 +110,17 @@ function painted(figure, layer) {
       trace.line = {color: colour(chosen ? 'bad' : 'quiet'), width: chosen ? 3 : 1.2};
     } else {
       const name = {main: 'accent', second: 'second', bad: 'bad', marker: 'ink'}[role];
-      trace.marker = {color: colour(name), size: 9, symbol: 'diamond-open', line: {width: role === 'marker' ? 2 : 0}};
+      const line = {width: role === 'marker' ? 2 : 0};
+      trace.marker = {color: colour(name), size: 9, symbol: 'diamond-open', line};
     }
   }
   copy.data.sort((a, b) => (a.meta?.layer === layer) - (b.meta?.layer === layer));
   Object.assign(copy.layout, {paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
-    font: {color: colour('ink'), family: 'inherit', size: 12}});
-  copy.layout.modebar = {bgcolor: 'rgba(0,0,0,0)', color: colour('soft'), activecolor: colour('accent')};
-  copy.layout.hoverlabel = {bgcolor: colour('card'), bordercolor: colour('line'), font: {color: colour('ink')}};
+    font: {color: colour('ink'), family: getComputedStyle(document.body).fontFamily, size: 12}});
+  copy.layout.modebar = {bgcolor: 'rgba(0,0,0,0)', color: colour('soft')};
+  copy.layout.modebar.activecolor = colour('accent');
+  copy.layout.hoverlabel = {bgcolor: colour('card'), bordercolor: colour('line')};
+  copy.layout.hoverlabel.font = {color: colour('ink')};
   for (const key of Object.keys(copy.layout)) {
     if (/^[xy]axis/.test(key)) copy.layout[key] = {...axis, ...copy.layout[key]};
   }
@@ -124,19 +128,30 @@ function painted(figure, layer) {
   return copy;
 }
 
-function show(chart, force) {
+function sorted(figure) {
+  const order = figure.layout.meta?.orders?.[document.getElementById('order').value];
+  if (!order) return figure;
+  const data = figure.data.map(trace => {
+    const moved = {...trace};
+    for (const key of trace.type === 'heatmap' ? ['y', 'z', 'text', 'customdata'] : ['x', 'y']) {
+      moved[key] = order.map(row => trace[key][row]);
+    }
+    return moved;
+  });
+  return {...figure, data};
+}
+
+function show(chart) {
   const layer = chooser.value;
   const key = chart.dataset.figure + (chart.dataset.each ? ':' + layer : '');
   const figure = figures[key];
   chart.closest('.figure').hidden = !figure;
   if (!figure) return;
-  const copy = painted(figure, layer);
-  const order = copy.layout.meta?.orders?.[document.getElementById('order').value];
-  if (order) Object.assign(copy.layout.yaxis, {categoryorder: 'array', categoryarray: order});
+  const copy = painted(sorted(figure), layer);
   Plotly.react(chart, copy.data, copy.layout, config);
   const details = chart.parentElement.querySelector('details');
-  if (details.open) fill(details, figure);
-  details.ontoggle = () => details.open && fill(details, figure);
+  details.ontoggle = () => details.open && fill(details, sorted(figure));
+  details.ontoggle();
   if (chart.dataset.figure.startsWith('layers:') && !chart.dataset.wired) {
     chart.dataset.wired = 1;
     chart.on('plotly_click', event => choose(

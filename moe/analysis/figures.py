@@ -34,7 +34,10 @@ def layers_figure(load: StackLoad, layers: list[LayerSummary]) -> Figure:
         counts=total.assigned_RYE[0],
         hover="%{y}, expert %{x}<br><b>%{text}</b> times its share<br>%{customdata:,} choices",
     )
-    return {"data": [trace], "layout": _layout(34 * load.num_layers + 90, xaxis=_experts(load))}
+    return {
+        "data": [trace],
+        "layout": _layout(34 * load.num_layers + 90, xaxis=_experts(load.num_experts)),
+    }
 
 
 def directions_figure(load: StackLoad, layer: int) -> Figure:
@@ -58,11 +61,15 @@ def directions_figure(load: StackLoad, layer: int) -> Figure:
     }
     layout = _layout(
         20 * len(names) + 100,
-        xaxis=_experts(load) | {"domain": [0, 0.8]},
-        xaxis2={"domain": [0.83, 1], "title": {"text": "bits"}, "rangemode": "tozero"},
+        xaxis=_experts(load.num_experts) | {"domain": [0, 0.8]},
+        xaxis2={"domain": [0.83, 1], "title": {"text": "bits"}, "nticks": 4, "tickangle": 0},
     )
-    by_bits = [names[row] for row in np.argsort(-bits_R, kind="stable")]
-    layout["meta"] = {"orders": {"bits": by_bits, "name": sorted(names)}}
+    layout["meta"] = {
+        "orders": {
+            "bits": np.argsort(-bits_R, kind="stable").tolist(),
+            "name": sorted(range(len(names)), key=names.__getitem__),
+        }
+    }
     return {"data": [heatmap, bars], "layout": layout}
 
 
@@ -96,7 +103,7 @@ def experts_figure(layer: LayerSummary, history: StackLoad | None) -> Figure:
     data.append(probability | {"type": "scatter", "mode": "markers", "meta": "marker"})
     layout = _layout(
         320,
-        xaxis=_experts(None) | {"nticks": 20},
+        xaxis=_experts(scale) | {"range": [-0.6, scale - 0.4]},
         yaxis={"title": {"text": "times the fair share"}, "rangemode": "tozero"},
         shapes=[_rule(y0=1, y1=1, x0=0, x1=1, xref="paper")],
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
@@ -230,9 +237,8 @@ def _layout(height: int, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def _experts(load: StackLoad | None) -> dict[str, Any]:
-    many = load is None or load.num_experts > 32
-    return {"title": {"text": "expert"}, "tick0": 0} | ({} if many else {"dtick": 1})
+def _experts(num_experts: int) -> dict[str, Any]:
+    return {"title": {"text": "expert"}, "tick0": 0, "dtick": -(-num_experts // 16)}
 
 
 def _rule(**where: Any) -> dict[str, Any]:

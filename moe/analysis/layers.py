@@ -77,6 +77,12 @@ class LayerSummary:
         """The busiest expert."""
         return int(np.argmax(self.share_E))
 
+    @property
+    def collapsed(self) -> bool:
+        """Only about as many experts are in use as one token chooses, out of clearly more."""
+        chosen = self.choices_per_token
+        return self.num_experts > 2 * chosen and self.effective_experts < 1.5 * chosen
+
     def dead(self, threshold: float) -> tuple[int, ...]:
         """Experts that receive less than `threshold` times their fair share, 1 / E."""
         return tuple(np.flatnonzero(self.share_E * self.num_experts < threshold).tolist())

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from moe.analysis.findings import Finding, Settings, Thresholds, find_problems
+from moe.analysis.advice import Finding, Settings, Thresholds
+from moe.analysis.findings import find_problems
 from moe.analysis.layers import RECENT, LayerSummary, recent, summarise
 from moe.analysis.load import StackLoad
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moe.analysis.findings import percent
+from moe.analysis.advice import percent
 from moe.analysis.summary import LoadReport
 
 if TYPE_CHECKING:

@@ -95,4 +95,9 @@ class Router(nnx.Module):
 
     def __call__(self, x_GSM: jax.Array) -> jax.Array:
         """logits_GSE, float32."""
-        return jnp.einsum("GSM,ME->GSE", x_GSM.astype(jnp.float32), self.kernel_ME[...])
+        return jnp.einsum(
+            "GSM,ME->GSE",
+            x_GSM.astype(jnp.float32),
+            self.kernel_ME[...],
+            precision=jax.lax.Precision.HIGHEST,  # bfloat16 passes would change who goes where
+        )

@@ -45,9 +45,9 @@ def expert_capacity(
     for name, size in sizes.items():
         if size < 1:
             raise UserError(f"{name} must be at least 1: got {size}. Raise it.")
-    if not capacity_factor > 0:
+    if not 0 < capacity_factor < math.inf:
         raise UserError(
-            f"capacity_factor must be positive: got {capacity_factor}. "
+            f"capacity_factor must be positive and finite: got {capacity_factor}. "
             "1.0 is room for a balanced load."
         )
     # 1.1 * 100 * 2 / 10 is 22.000000000000004 in binary: rounding noise must not buy a slot.

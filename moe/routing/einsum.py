@@ -15,7 +15,11 @@ def einsum_dispatch(plan: RoutingPlan, x_GSM: jax.Array) -> jax.Array:
 
     Source: Lepikhin et al. 2020 (arXiv:2006.16668), Algorithm 2.
     """
-    return jnp.einsum("GSEC,GSM->GECM", plan.dispatch_GSEC().astype(x_GSM.dtype), x_GSM)
+    # What padding holds must not matter, and 0 * NaN would.
+    x_GSM = jnp.where(plan.token_mask_GS[..., None], x_GSM, 0)
+    mask_GSEC = plan.dispatch_GSEC().astype(x_GSM.dtype)
+    # A copy must stay exact: accelerators multiply float32 in fewer bits unless told otherwise.
+    return jnp.einsum("GSEC,GSM->GECM", mask_GSEC, x_GSM, precision=jax.lax.Precision.HIGHEST)
 
 
 def einsum_combine(plan: RoutingPlan, y_GECM: jax.Array) -> jax.Array:
@@ -25,5 +29,10 @@ def einsum_combine(plan: RoutingPlan, y_GECM: jax.Array) -> jax.Array:
 
     Source: Lepikhin et al. 2020 (arXiv:2006.16668), Algorithm 2.
     """
-    y_GSM = jnp.einsum("GSEC,GECM->GSM", plan.combine_GSEC(), y_GECM.astype(jnp.float32))
+    y_GSM = jnp.einsum(
+        "GSEC,GECM->GSM",
+        plan.combine_GSEC(),
+        y_GECM.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
     return y_GSM.astype(y_GECM.dtype)

@@ -11,7 +11,8 @@ from moe.routing.plan import RoutingPlan
 def gather_dispatch(plan: RoutingPlan, x_GSM: jax.Array) -> jax.Array:
     """Copies each kept token into its slots; an empty slot is zero. Returns x_GECM.
 
-    Same numbers and gradients as `einsum_dispatch`; never holds a tensor of G * S * E * C.
+    Same numbers and gradients as `einsum_dispatch`; never holds a tensor of G * S * E * C. Only
+    reverse-mode derivatives are defined (`jax.grad`, not `jax.jvp`).
     """
     num_groups, _, num_choices = plan.expert_GSK.shape
     # Row s * K + k is token s once more for its choice k; the sum over K is the repeat's gradient.
@@ -29,7 +30,7 @@ def gather_combine(plan: RoutingPlan, y_GECM: jax.Array) -> jax.Array:
     y_GQM = y_GECM.reshape(num_groups, plan.num_experts * plan.capacity, -1)
     y_GRM = _permute_rows(y_GQM, _slot_of_row(plan), _row_of_slot(plan))
     y_GSKM = y_GRM.reshape(*plan.expert_GSK.shape, -1)
-    y_GSM = jnp.einsum("GSK,GSKM->GSM", plan.gate_GSK, y_GSKM.astype(jnp.float32))
+    y_GSM = jnp.sum(plan.gate_GSK[..., None] * y_GSKM.astype(jnp.float32), axis=2)
     return y_GSM.astype(y_GECM.dtype)
 
 

@@ -48,7 +48,10 @@ class RoutingPlan:
 
     def combine_GSEC(self) -> jax.Array:
         """The paper's combine weights: the gate at (expert, slot) of each kept choice, else 0."""
-        return jnp.einsum("GSK,GSKE,GSKC->GSEC", self.gate_GSK, *self._one_hots(jnp.float32))
+        one_hots = self._one_hots(jnp.float32)
+        return jnp.einsum(
+            "GSK,GSKE,GSKC->GSEC", self.gate_GSK, *one_hots, precision=jax.lax.Precision.HIGHEST
+        )
 
     def dispatch_GSEC(self) -> jax.Array:
         """The paper's dispatch mask, True where a token occupies (expert, slot).

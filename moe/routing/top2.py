@@ -43,7 +43,8 @@ def top2(
       key: randomness for "random" and "sampling"; not read by the others.
       token_mask_GS: False for padding, which takes no slot and counts in no loss.
       importance_GS: 1 = both choices; in (0, 1) = the first choice alone, placed with the second
-        choices, gate 1; 0 = as padding. After Mesh-TensorFlow.
+        choices, gate 1, whatever the policy; 0 = as padding. After Mesh-TensorFlow. The load-balance
+        loss counts tokens of importance 1.
       slot_rule: "code": second choices queue behind the *kept* first choices, and one that the
         policy dropped takes no slot; "paper": the count runs over every choice, kept or not.
       renormalize_after_drop: divide the gates of the kept choices by their sum (fairseq, NLLB).
@@ -64,15 +65,16 @@ def top2(
     num_experts = logits_GSE.shape[-1]
     real_GS, both_GS = _real_tokens(logits_GSE, token_mask_GS, importance_GS)
 
-    logits_GSE = logits_GSE.astype(jnp.float32)
+    # What padding holds must not matter, were it NaN.
+    logits_GSE = jnp.where(real_GS[..., None], logits_GSE.astype(jnp.float32), 0)
     probs_GSE = jax.nn.softmax(logits_GSE, axis=-1)
     # Chosen by logits, not probs: they still differ where the probabilities have underflowed to 0.
     # Argmax and mask, not top_k: over a sharded G, top_k costs an all-gather.
     first_GS = jnp.argmax(logits_GSE, axis=-1)
     first_GSE = jax.nn.one_hot(first_GS, num_experts, dtype=bool)
-    second_GS = jnp.argmax(
-        jnp.where(first_GSE, -jnp.inf, _noisy(logits_GSE, second_policy, key)), axis=-1
-    )
+    # The second differs from the first even where every other logit is -inf.
+    others_GSE = jnp.maximum(_noisy(logits_GSE, second_policy, key), jnp.finfo(jnp.float32).min)
+    second_GS = jnp.argmax(jnp.where(first_GSE, -jnp.inf, others_GSE), axis=-1)
     # A token of partial importance has one choice, in the second column.
     expert_GSK = jnp.stack([first_GS, jnp.where(both_GS, second_GS, first_GS)], axis=-1)
     wanted_GSK = jnp.stack([both_GS, real_GS], axis=-1)
@@ -80,7 +82,7 @@ def top2(
     chosen_GSKE = jax.nn.one_hot(expert_GSK, num_experts, dtype=bool)
     prob_GSK = jnp.sum(probs_GSE[:, :, None] * chosen_GSKE, axis=-1)
     gate_GSK = _normalized(prob_GSK * wanted_GSK)
-    assigned_GSK = wanted_GSK & _policy(gate_GSK, second_policy, key)
+    assigned_GSK = wanted_GSK & (_policy(gate_GSK, second_policy, key) | ~both_GS[..., None])
     counted_GSK = wanted_GSK if slot_rule == "paper" else assigned_GSK
     priority_GS = jnp.max(probs_GSE, axis=-1) if batch_priority else None
     slot_GSK = _slots(

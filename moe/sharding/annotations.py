@@ -57,23 +57,29 @@ def constrain(x: jax.Array, *dims: str | None) -> jax.Array:
 
 
 def shardings(tree, mesh: jax.sharding.Mesh):
-    """The `NamedSharding` of every array in an NNX state, from its parameters' dimensions.
+    """Where each array of a tree lives: a parameter as its dimensions say, all else on every device.
 
     Args:
-      tree: an NNX state (or anything holding `nnx.Variable`s); shapes are checked, values not read.
+      tree: NNX states, and what Optax makes of them: an optimizer's slot keeps the dimensions of its
+        parameter if it has its rank (Adam's moments; not Adafactor's factors, which are small).
+        Shapes are read, values are not.
 
     Returns:
-      The same tree with each Variable's value replaced by its sharding.
+      The same tree with a `NamedSharding` for each array.
 
     Raises:
       UserError: a size that its mesh axes do not divide.
     """
 
-    def one(variable):
-        dims = variable.get_metadata().get("out_sharding") or (None,) * variable.ndim
+    def one(x):
+        if not isinstance(x, nnx.Variable):
+            return NamedSharding(mesh, PartitionSpec())
+        dims = x.get_metadata().get("out_sharding") or ()
+        if len(dims) != x.ndim:
+            dims = (None,) * x.ndim
         spec = partition_spec(dims, mesh)
-        _check_divides(variable.shape, dims, spec, mesh)
-        return variable.replace(NamedSharding(mesh, spec))
+        _check_divides(x.shape, dims, spec, mesh)
+        return x.replace(NamedSharding(mesh, spec))
 
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 

@@ -40,7 +40,7 @@ class Checkpoints:
     restore, so damage to the files is found too.
     """
 
-    def __init__(self, directory: Path, config: CheckpointConfig = CheckpointConfig()):  # noqa: B008
+    def __init__(self, directory: Path, config: CheckpointConfig = CheckpointConfig()):
         self.directory = directory
         policies = [
             preservation_policy.LatestN(config.keep_last),

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moe.data import Batch, Pairs, eval_batches, train_batches
 from moe.errors import UserError
-from moe.sharding import make_mesh
+from moe.sharding import make_mesh, shardings
 from moe.training.checkpoint import Checkpoints
 from moe.training.config import TrainConfig
 from moe.training.logs import RunLogs
@@ -30,7 +30,6 @@ from moe.training.step import (
     init_state,
     make_eval_step,
     make_train_step,
-    state_shardings,
 )
 
 
@@ -199,7 +198,7 @@ class _Trainer:
         """Shapes and places of the state, for a restore onto this mesh."""
         if self.mesh is None:
             return self.state
-        where = state_shardings(self.state, self.mesh)
+        where = shardings(self.state, self.mesh)
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.state, where
         )

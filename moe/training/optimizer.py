@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from moe.errors import UserError
@@ -46,7 +47,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate of each step of a run of `steps`."""
     peak, warmup = config.learning_rate, config.warmup_steps
     after = {
-        "rsqrt": lambda step: peak * (warmup / (warmup + step)) ** 0.5,
+        "rsqrt": lambda step: peak * jnp.sqrt(warmup / (warmup + jnp.maximum(step, 0))),
         "linear": optax.linear_schedule(peak, 0.0, max(steps - warmup, 1)),
         "constant": optax.constant_schedule(peak),
     }[config.schedule]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from moe.data import Batch
 from moe.models import Stats, Transformer, TransformerConfig
@@ -48,31 +48,15 @@ def init_state(
     The same seed gives the same numbers on any mesh.
     """
 
-    def create() -> TrainState:
-        params = nnx.state(Transformer(config, rngs=nnx.Rngs(seed)))
-        return TrainState(
-            step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer.init(params)
-        )
+    def create() -> tuple[nnx.GraphDef, TrainState]:
+        graph, params = nnx.split(Transformer(config, rngs=nnx.Rngs(seed)))
+        step = jnp.zeros((), jnp.int32)
+        return graph, TrainState(step=step, params=params, optimizer=optimizer.init(params))
 
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(seed))))
     if mesh is None:
-        return graph, jax.jit(create)()
-    where = state_shardings(jax.eval_shape(create), mesh)
-    return graph, jax.jit(create, out_shardings=where)()
-
-
-def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
-    """Where each array of the state lives: slots of the optimizer beside their parameters."""
-
-    def slot(x):
-        # A slot as large as its parameter keeps the parameter's dimensions; others are small.
-        is_slot = isinstance(x, nnx.Variable) and len(x.get_metadata()["out_sharding"]) == x.ndim
-        return shardings(x, mesh) if is_slot else NamedSharding(mesh, PartitionSpec())
-
-    def is_variable(x):
-        return isinstance(x, nnx.Variable)
-
-    return jax.tree.map(slot, state, is_leaf=is_variable)
+        return jax.jit(create)()
+    graph, abstract = jax.eval_shape(create)
+    return jax.jit(create, out_shardings=(graph, shardings(abstract, mesh)))()
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -109,7 +93,7 @@ def make_train_step(
         grads, (metrics, stats) = jax.grad(loss_of, has_aux=True)(state.params, batch, key)
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         metrics |= {
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "skipped": optimizer_state.total_notfinite,
             "skipped_in_a_row": optimizer_state.notfinite_count,
         }

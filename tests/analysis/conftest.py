@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 
-def make_stats(assigned_YE, *, kept_YE=None, mean_prob_YE=None, entropy=1.0, choices=2):
+def make_stats(assigned_YE, *, kept_YE=None, mean_prob_YE=None, entropy=0.4, choices=2):
     """Statistics of one stack for one batch; `choices` is K, so tokens = choices made / K."""
     assigned_YE = np.asarray(assigned_YE, np.int32)
     kept_YE = assigned_YE if kept_YE is None else np.asarray(kept_YE, np.int32)
@@ -26,7 +26,7 @@ def make_stats(assigned_YE, *, kept_YE=None, mean_prob_YE=None, entropy=1.0, cho
     )
 
 
-def make_line(step, assigned_YE, *, kept_YE=None, entropy=1.0, stack="decoder", choices=2):
+def make_line(step, assigned_YE, *, kept_YE=None, entropy=0.4, stack="decoder", choices=2):
     """One line of load.jsonl."""
     stats = make_stats(assigned_YE, kept_YE=kept_YE, entropy=entropy, choices=choices)
     arrays = {

@@ -132,15 +132,17 @@ def test_malformed_layers_are_refused(options, message):
 
 
 def test_a_mask_of_another_shape_is_refused(x_BLM):
-    with pytest.raises(UserError, match=r"token_mask_BL must have the shape of the tokens: got \(3, 8\)"):
+    with pytest.raises(
+        UserError, match=r"token_mask_BL must have the shape of the tokens: got \(3, 8\)"
+    ):
         make_layer()(x_BLM, jnp.ones((B, L + 1), bool))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"capacity_factor": 0.0}, "capacity_factor must be positive: got 0.0"),
-        ({"eval_capacity_factor": -1.0}, "eval_capacity_factor must be positive: got -1.0"),
+        ({"capacity_factor": 0.0}, "capacity_factor must be positive.*: got 0.0"),
+        ({"eval_capacity_factor": -1.0}, "eval_capacity_factor must be positive.*: got -1.0"),
         ({"min_capacity": 0}, "min_capacity must be at least 1: got 0"),
         ({"second_policy": "maybe"}, "second_policy must be one of .* got 'maybe'"),
         ({"slot_rule": "mine"}, "slot_rule must be one of .* got 'mine'"),

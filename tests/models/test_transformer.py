@@ -69,12 +69,16 @@ def test_a_target_token_does_not_see_later_ones():
     assert set(seen) == {9, 10, 11, 12, 13, 1, 30}
 
 
-@pytest.mark.parametrize("options", [{}, {"positions": "relative"}, {"num_experts": 0}, {"d_head": 6}])
+@pytest.mark.parametrize(
+    "options", [{}, {"positions": "relative"}, {"num_experts": 0}, {"d_head": 6}]
+)
 def test_decoding_with_a_cache_gives_the_teacher_forced_logits(options):
     model = make_model(**options)
     row = rows([TWO], source_length=7, target_length=4)
     logits_BLV, _ = model(**row)
-    memory, _ = model.encode(row["source_BL"], row["source_segments_BL"], row["source_positions_BL"])
+    memory, _ = model.encode(
+        row["source_BL"], row["source_segments_BL"], row["source_positions_BL"]
+    )
     cache = model.start_decoding(memory, row["source_segments_BL"], max_length=6)
     decode_step = nnx.jit(lambda model, *inputs: model.decode_step(*inputs))
     for step, token in enumerate(TWO[1]):
@@ -96,7 +100,10 @@ def test_a_dense_model_has_no_stats_and_the_same_active_size():
     dense = make_model(num_experts=0)
     _, stats = dense(**rows([ONE]))
     assert stats == {}
-    widths = [ffn.wi_MH.shape[-1] for ffn in (dense.encoder.pairs.dense.ffn, dense.encoder.pairs.sparse.ffn)]
+    widths = [
+        ffn.wi_MH.shape[-1]
+        for ffn in (dense.encoder.pairs.dense.ffn, dense.encoder.pairs.sparse.ffn)
+    ]
     assert widths == [20, 40]
 
 

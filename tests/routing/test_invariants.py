@@ -160,9 +160,9 @@ def test_padding_changes_no_number_wherever_it_stands(logits_GSE, real, by_impor
     for field in ["assigned_GSK", "kept_GSK", "gate_GSK"]:
         assert not np.asarray(getattr(padded, field))[~mask_GS].any()
     # Another length is another order of summation, no more.
-    np.testing.assert_allclose(padded.gate_GSK[:, real_S], plan.gate_GSK, rtol=1e-6)
-    np.testing.assert_allclose(padded.aux_loss, plan.aux_loss, rtol=1e-6)
-    np.testing.assert_allclose(padded.z_loss, plan.z_loss, rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(padded.gate_GSK[:, real_S], plan.gate_GSK, rtol=3e-6)
+    np.testing.assert_allclose(padded.aux_loss, plan.aux_loss, rtol=3e-6)
+    np.testing.assert_allclose(padded.z_loss, plan.z_loss, rtol=3e-6, atol=1e-6)
 
 
 def test_a_whole_group_of_padding_changes_no_number():

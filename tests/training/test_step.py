@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from moe.data import train_batches
+from moe.sharding import MeshConfig, count_collectives, make_mesh
+from moe.training.objective import ObjectiveConfig
+from moe.training.optimizer import OptimizerConfig, make_optimizer
+from moe.training.run import start_run
+from moe.training.step import batch_sharding, init_state, make_train_step
+from tests.training.small import small_config
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    config = small_config(tmp_path_factory.mktemp("step") / "run")
+    pairs = config.source.pairs("train")
+    run = start_run(config, pairs)
+    batch = next(train_batches(pairs, run.tokenizer, config.mixture, seed=0))
+    return run.model_config, batch
+
+
+def one_step(model_config, batch, optimizer_name: str, mesh=None):
+    optimizer = make_optimizer(OptimizerConfig(name=optimizer_name, warmup_steps=1), 10)
+    graph, state = init_state(model_config, optimizer, seed=3, mesh=mesh)
+    step = make_train_step(graph, optimizer, ObjectiveConfig())
+    if mesh is not None:
+        batch = jax.device_put(batch, batch_sharding(mesh))
+    key = jax.random.key(7)
+    state, first, _ = step(state, batch, key)  # the learning rate of step 0 is 0
+    state, metrics, stats = step(state, batch, key)
+    return (
+        jax.device_get((state.params, state.optimizer, first, metrics, stats)),
+        step,
+        (state, batch, key),
+    )
+
+
+@pytest.mark.parametrize("optimizer_name", ["adamw", "adafactor"])
+def test_a_training_step_on_eight_devices_gives_the_numbers_of_one(setting, optimizer_name):
+    expected, *_ = one_step(*setting, optimizer_name)
+    mesh = make_mesh(MeshConfig(data=2, expert=4))
+    with jax.set_mesh(mesh):
+        found, step, inputs = one_step(*setting, optimizer_name, mesh)
+        counts = count_collectives(step.lower(*inputs).compile())
+        experts = (
+            inputs[0].params["encoder"]["pairs"]["sparse"]["ffn"]["experts"]["wi_EMH"].get_value()
+        )
+    # [Y, E, M, H] with the 8 experts over 4 devices.
+    assert experts.addressable_shards[0].data.shape == (1, 2, 16, 32)
+    assert counts["all-to-all"] == 8  # four for each of the two MoE layers
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        # Adam divides by the root of tiny squared gradients, so rounding shows up in the update;
+        # an update is at most the learning rate, 1e-3.
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5)
+
+
+def test_the_loss_falls_on_a_batch_seen_again_and_again(setting):
+    model_config, batch = setting
+    optimizer = make_optimizer(
+        OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="constant"), 20
+    )
+    graph, state = init_state(model_config, optimizer, seed=0)
+    step = make_train_step(graph, optimizer, ObjectiveConfig(label_smoothing=0.0))
+    losses = []
+    for _ in range(20):
+        state, metrics, _ = step(state, batch, jax.random.key(0))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.7 * losses[0]
+    assert int(state.step) == 20
