@@ -58,7 +58,7 @@ class MoE(nnx.Module):
         d_hidden: int,
         num_experts: int,
         *,
-        router: Top2 = Top2(),
+        router: Top2 = Top2(),  # noqa: B008  (frozen)
         dispatch: Dispatch = "gather",
         group_size: int = 1024,
         activation: Activation = jax.nn.relu,
