@@ -16,7 +16,7 @@ def config() -> TrainConfig:
     return TrainConfig(
         run_dir="runs/demo",
         steps=1500,
-        source=TfdsSource(languages=("de", "es", "fr", "it", "pt", "sv")),
+        source=TfdsSource(languages=("de", "es", "fr", "pt", "gl")),
         tokenizer=TokenizerConfig(vocab_size=4000),
         mixture=MixtureConfig(batch_size=32, source_length=64, target_length=64, temperature=2.0),
         model=TransformerConfig(

@@ -1,0 +1,86 @@
+"""Study: does the MoE model learn more than a dense one of the same active FLOPs?
+
+Both see the same batches in the same order for the same number of steps. In the dense model every
+second FFN has twice the width in place of the two experts a token uses, so a token costs the same.
+
+Command:  python experiments/moe_vs_dense.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+import plotly.graph_objects as go
+from rich.console import Console
+from rich.table import Table
+
+import demo
+from moe.training import CheckpointConfig, Outcome, TrainConfig, train
+
+FOLDER = Path("runs/moe_vs_dense")
+STEPS = 600
+VARIANTS = {"moe": 8, "dense": 0}
+
+
+def config(variant: str = "moe", steps: int = STEPS) -> TrainConfig:
+    """The demo's model with 8 experts or none, validated ten times on the way."""
+    base = demo.config()
+    return dataclasses.replace(
+        base,
+        run_dir=str(FOLDER / variant),
+        steps=steps,
+        model=dataclasses.replace(base.model, num_experts=VARIANTS[variant]),
+        checkpoint=CheckpointConfig(every=max(steps // 10, 1)),
+        validation_sentences=100,
+    )
+
+
+def main(steps: int) -> None:
+    """Trains both and shows their curves side by side."""
+    seconds = {}
+    for variant in VARIANTS:
+        start = time.perf_counter()
+        outcome = train(config(variant, steps))
+        seconds[variant] = time.perf_counter() - start
+        if outcome.signal:
+            sys.exit(128 + outcome.signal)
+        _describe(variant, outcome)
+    curves = {variant: _curve(FOLDER / variant) for variant in VARIANTS}
+    Console().print(_table(curves))
+    print(", ".join(f"{variant} took {took:.0f} s" for variant, took in seconds.items()))
+    figure = go.Figure(
+        [go.Scatter(x=list(c), y=list(c.values()), name=name) for name, c in curves.items()],
+        layout={"xaxis_title": "step", "yaxis_title": "validation loss, nats a token"},
+    )
+    figure.write_html(FOLDER / "curves.html")
+    print(f"Curves: {FOLDER / 'curves.html'}")
+
+
+def _describe(variant: str, outcome: Outcome) -> None:
+    lines = (outcome.run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    speeds = sorted(line["tokens_per_second"] for line in map(json.loads, lines) if "loss" in line)
+    median = speeds[len(speeds) // 2]
+    print(f"{variant}: {outcome.validation_loss:.4f} nats a token, {median:,.0f} target tokens/s")
+
+
+def _curve(run: Path) -> dict[int, float]:
+    """Validation loss by step."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    return {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
+
+
+def _table(curves: dict[str, dict[int, float]]) -> Table:
+    table = Table("step", *curves, "dense - moe", title="Validation loss, nats a target token")
+    for step in curves["moe"]:
+        moe, dense = curves["moe"][step], curves["dense"][step]
+        table.add_row(str(step), f"{moe:.4f}", f"{dense:.4f}", f"{dense - moe:+.4f}")
+    return table
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else STEPS)
