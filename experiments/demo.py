@@ -16,11 +16,11 @@ def config() -> TrainConfig:
     return TrainConfig(
         run_dir="runs/demo",
         steps=1500,
-        source=TfdsSource(languages=("de", "es", "fr", "pt", "gl")),
-        tokenizer=TokenizerConfig(vocab_size=4000),
+        source=TfdsSource(languages=("ca", "es", "fr", "gl", "pt")),
+        tokenizer=TokenizerConfig(vocab_size=3000),
         mixture=MixtureConfig(batch_size=32, source_length=64, target_length=64, temperature=2.0),
         model=TransformerConfig(
-            d_model=192,
+            d_model=128,
             d_hidden=512,
             num_heads=4,
             num_encoder_layers=2,

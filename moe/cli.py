@@ -171,6 +171,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     path = run.path / "evaluation.json"
     write_atomically(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     console = Console()
+    console.print(evaluation.samples_table(result))
     console.print(evaluation.table(result))
     console.print(f"Scores and samples: {path}")
     return 0
@@ -235,6 +236,7 @@ def read_experiment(path: Path) -> TrainConfig:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # as for a script: it may import its neighbours
     spec.loader.exec_module(module)
     config: Callable[[], TrainConfig] | None = getattr(module, "config", None)
     result = config() if callable(config) else None

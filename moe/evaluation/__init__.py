@@ -3,7 +3,7 @@
 from moe.evaluation.baselines import NearestSentence
 from moe.evaluation.evaluate import Evaluation, EvaluationConfig, evaluate
 from moe.evaluation.metrics import Scores, score
-from moe.evaluation.table import table
+from moe.evaluation.table import samples_table, table
 
 __all__ = [
     "Evaluation",
@@ -11,6 +11,7 @@ __all__ = [
     "NearestSentence",
     "Scores",
     "evaluate",
+    "samples_table",
     "score",
     "table",
 ]

@@ -33,7 +33,7 @@ class EvaluationConfig:
     """Directions to evaluate, such as en-de; empty is all that have test sentences."""
     high_resource: int = 10_000
     """Training pairs from which on a direction is high-resource."""
-    mid_resource: int = 3_000
+    mid_resource: int = 4_000
     """Training pairs from which on a direction is mid-resource; fewer are low-resource."""
     num_samples: int = 3
     """Translations of each direction to keep as examples."""

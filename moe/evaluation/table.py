@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from moe.evaluation.evaluate import RESOURCES, SYSTEMS, Evaluation
 from moe.evaluation.metrics import Scores
@@ -35,6 +36,18 @@ def table(evaluation: Evaluation) -> Table:
     for average in evaluation.averages:
         name = f"{average.resource} mean" if average.side == "all" else f"  {average.side}"
         result.add_row(name, f"({average.num_directions})", "", *_cells(average.scores))
+    return result
+
+
+def samples_table(evaluation: Evaluation) -> Table:
+    """The first sample of each direction: source, reference and what the model said."""
+    result = Table("direction", "", "text", box=SIMPLE_HEAD, padding=(0, 1))
+    for row in evaluation.directions:
+        for sample in row.samples[:1]:
+            result.add_row(row.direction, "source", Text(sample.source))
+            result.add_row("", "reference", Text(sample.reference))
+            result.add_row("", "model", Text(sample.output, style="bold"))
+            result.add_section()
     return result
 
 

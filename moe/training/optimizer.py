@@ -8,6 +8,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
+from flax import nnx
 
 from moe.errors import UserError
 
@@ -16,8 +18,8 @@ from moe.errors import UserError
 class OptimizerConfig:
     """How gradients become updates."""
 
-    name: Literal["adamw", "adafactor"] = "adamw"
-    """AdamW, or Adafactor (GShard's; less memory)."""
+    name: Literal["adamw", "adafactor", "muon"] = "adamw"
+    """AdamW; Adafactor (GShard's; less memory); or Muon for the matrices with AdamW for the rest."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     schedule: Literal["rsqrt", "linear", "constant"] = "rsqrt"
@@ -25,9 +27,9 @@ class OptimizerConfig:
     warmup_steps: int = 1000
     """Steps in which the learning rate rises from 0 in a line."""
     beta1: float = 0.9
-    """AdamW: decay of the mean of gradients."""
+    """AdamW and the AdamW part of Muon: decay of the mean of gradients."""
     beta2: float = 0.98
-    """AdamW: decay of the mean of squared gradients."""
+    """The same: decay of the mean of squared gradients."""
     weight_decay: float = 0.0
     """Share of a matrix taken off, times the learning rate, each step; vectors are left alone."""
     clip_norm: float = 1.0
@@ -69,9 +71,39 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             weight_decay=config.weight_decay,
             mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
         )
+    elif config.name == "muon":
+        rule = optax.contrib.muon(
+            rate,
+            weight_decay=config.weight_decay,
+            adam_b1=config.beta1,
+            adam_b2=config.beta2,
+            consistent_rms=0.2,  # the size of AdamW's updates, so that learning rates carry over
+            muon_weight_dimension_numbers=_matrices,
+        )
     else:
         rule = optax.adafactor(
             rate, multiply_by_parameter_scale=False, weight_decay_rate=config.weight_decay or None
         )
     clipped = optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
     return optax.apply_if_finite(clipped, max_consecutive_errors=2**30)
+
+
+def _matrices(params: nnx.State) -> nnx.State:
+    """How Muon is to read each parameter: as matrices from its input to its output dimensions.
+
+    Layers and experts are matrices of their own. Embeddings, routers and vectors are left to AdamW.
+
+    Source: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon); updates scaled as in Liu et
+    al. 2025 (arXiv:2502.16982), equation 4.
+    """
+
+    def read(param: nnx.Variable) -> nnx.Variable:
+        dims = param.get_metadata().get("out_sharding") or ()
+        if not {"hidden", "heads"} & set(dims) or "model" not in dims:
+            return param.replace(None)
+        own = [i for i, dim in enumerate(dims) if dim not in ("layers", "experts")]
+        inward = own[:1] if dims[own[0]] == "model" else own[:-1]
+        outward = tuple(i for i in own if i not in inward)
+        return param.replace(optax.contrib.MuonDimensionNumbers(tuple(inward), outward))
+
+    return jax.tree.map(read, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
