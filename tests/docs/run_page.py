@@ -19,7 +19,9 @@ def run_page(page: Path) -> None:
     for block in BLOCK.finditer(text):
         language, code = block.groups()
         line = text.count("\n", 0, block.start(2))
-        if language == "python":  # blank lines first, so that a traceback names the line of the page
+        if (
+            language == "python"
+        ):  # blank lines first, so that a traceback names the line of the page
             exec(compile("\n" * line + code, str(page), "exec"), namespace)
         elif subprocess.run(["bash", "-e", "-c", code], check=False).returncode:
             sys.exit(f"{page}, line {line + 1}: the commands failed")
