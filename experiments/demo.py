@@ -16,7 +16,7 @@ def config() -> TrainConfig:
     return TrainConfig(
         run_dir="runs/demo",
         steps=1500,
-        source=TfdsSource(languages=("ca", "es", "fr", "gl", "pt")),
+        source=TfdsSource(languages=("ca", "es", "fr", "gl", "it", "pt")),
         tokenizer=TokenizerConfig(vocab_size=3000),
         mixture=MixtureConfig(batch_size=32, source_length=64, target_length=64, temperature=2.0),
         model=TransformerConfig(
@@ -27,10 +27,12 @@ def config() -> TrainConfig:
             num_decoder_layers=2,
             num_experts=8,
             router=Top2(capacity_factor=1.25),
-            dropout=0.0,
+            dropout=0.1,
         ),
         objective=ObjectiveConfig(),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=150, schedule="linear"),
+        optimizer=OptimizerConfig(
+            name="muon", learning_rate=4e-3, warmup_steps=50, schedule="linear"
+        ),
         checkpoint=CheckpointConfig(every=500),
         validation_sentences=32,
     )

@@ -14,11 +14,11 @@ import sys
 import time
 from pathlib import Path
 
+import demo
 import plotly.graph_objects as go
 from rich.console import Console
 from rich.table import Table
 
-import demo
 from moe.training import CheckpointConfig, Outcome, TrainConfig, train
 
 FOLDER = Path("runs/moe_vs_dense")

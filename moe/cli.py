@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
+from moe import __version__
 from moe.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,10 +31,14 @@ RunFolder = Annotated[str, tyro.conf.Positional]
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
-        return 0 if arguments else 2
+    _log_to_stderr()
     try:
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(_usage())
+            return 0 if arguments else 2
+        if arguments[0] == "--version":
+            print(f"moe {__version__}")
+            return 0
         if arguments[0] not in COMMANDS:
             raise UserError(
                 f"command must be one of {', '.join(COMMANDS)}: got {arguments[0]!r}. See `moe --help`."
@@ -49,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(arguments: Sequence[str]) -> int:
     """Train the run of an experiment file, or go on with it."""
     if not arguments or arguments[0].startswith("-"):
-        print("usage: moe train experiments/NAME.py [--field value ...]", file=sys.stderr)
+        print("usage: moe train experiments/NAME.py [--field value ...]")
+        print("`moe train experiments/NAME.py --help` lists every field with its meaning.")
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     from moe.training import train as run_training
 
@@ -100,7 +107,11 @@ def translate(arguments: Sequence[str]) -> int:
         beam_size=options.beam_size, length_penalty=options.length_penalty
     )
     run = open_run(options.run)
-    run.tokenizer.tag_id(options.to)  # an unknown language is told before anything is read
+    run.tokenizer.tag_id(options.to)  # what is wrong is told before the work is done
+    if options.output is not None and not Path(options.output).absolute().parent.is_dir():
+        raise UserError(
+            f"output must be in a folder that exists: got {options.output}. Make the folder first."
+        )
     sentences = _read_lines(options.input)
     model, _ = load_model(run, options.checkpoint)
     lines = decoding.translate(
@@ -122,7 +133,7 @@ class EvaluateArguments:
     run: RunFolder
     """Run folder."""
     split: str = "test"
-    """Sentences to score: validation or test."""
+    """Sentences to score: test, validation or train."""
     limit: int | None = 200
     """Sentences of each direction; None is all."""
     directions: tuple[str, ...] = ()
@@ -184,7 +195,7 @@ class AnalyzeArguments:
     run: RunFolder
     """Run folder."""
     split: str = "validation"
-    """Sentences to measure on: train, validation or test."""
+    """Sentences to measure on: test, validation or train."""
     limit: int = 200
     """Sentences of each direction at most."""
     checkpoint: str = "best"
@@ -198,6 +209,13 @@ def analyze(arguments: Sequence[str]) -> int:
     from moe.training import load_model, open_run
 
     run = open_run(options.run)
+    if not run.config.model.num_experts:
+        raise UserError(
+            f"run must have MoE layers to analyse: got {run.path} with model.num_experts=0. "
+            "Train one with experts."
+        )
+    if options.limit < 1:
+        raise UserError(f"limit must be at least 1: got {options.limit}. Raise it.")
     model, step = load_model(run, options.checkpoint)
     router, config = run.config.model.router, run.config
     report = analysis.LoadReport(
@@ -228,10 +246,9 @@ def read_experiment(path: Path) -> TrainConfig:
     Raises:
       UserError: no such file, no `config()` in it, or one that returns something else.
     """
-    if not path.is_file():
+    if not path.is_file() or path.suffix != ".py":
         raise UserError(
-            f"experiment must be a Python file: got {path}, which does not exist. "
-            "See the folder experiments."
+            f"experiment must be a Python file that exists: got {path}. See the folder experiments."
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -269,6 +286,14 @@ def _stats_by_direction(run: Run, model, options: AnalyzeArguments) -> Iterable[
     for direction, batch in batches:
         _, _, stats = eval_step(params, batch)
         yield direction, stats
+
+
+def _log_to_stderr() -> None:
+    """Our own warnings as plain lines, whatever the libraries have set up for theirs."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("moe")
+    logger.handlers, logger.propagate = [handler], False
 
 
 def _checked_split(split: str):

@@ -55,7 +55,7 @@ def _drops(layer: LayerSummary, settings: Settings, thresholds: Thresholds) -> I
             layer=layer.layer,
             title=f"{percent(layer.drop_rate)} of the choices are dropped in evaluation",
             evidence="A translation then depends on the other sentences of its batch.",
-            cure="Leave `router.eval_capacity_factor` at None, which is dropless.",
+            cure="Leave `model.router.eval_capacity_factor` at None, which is dropless.",
         )
     rate = layer.training_drop_rate
     if rate is None:
@@ -96,14 +96,14 @@ def _drop_cure(layer: LayerSummary, settings: Settings, thresholds: Thresholds) 
         cures.append("Balance the layer first.")
     if enough:
         cures.append(
-            f"Raise `router.capacity_factor`{now(factor)} to {enough[0]:g}, where the mean load "
+            f"Raise `model.router.capacity_factor`{now(factor)} to {enough[0]:g}, where the mean load "
             f"alone would drop {percent(rates[enough[0]])}."
         )
     elif not cures:
-        cures.append("Raise `group_size`: larger groups are each closer to the mean load.")
+        cures.append("Raise `model.group_size`: larger groups are each closer to the mean load.")
     if not settings.batch_priority:
         cures.append(
-            "With `router.batch_priority=True` the drops hit the tokens that the router is least "
+            "With `model.router.batch_priority=True` the drops hit the tokens that the router is least "
             "certain of, not the last of each group."
         )
     return " ".join(cures)
@@ -115,12 +115,12 @@ def _router(layer: LayerSummary, settings: Settings, thresholds: Thresholds) -> 
         title = "the router hardly tells its experts apart"
         cure = (
             f"Train longer; if it stays, lower `balance_weight`{now(settings.balance_weight)} "
-            f"or `z_weight`{now(settings.z_weight)}, which both pull towards this."
+            f"or `objective.z_weight`{now(settings.z_weight)}, which both pull towards this."
         )
     elif entropy < thresholds.certain:
         title = "the router is certain of one expert for nearly every token"
         cure = (
-            f"{raised('z_weight', settings.z_weight, at_zero=0.001)}: it keeps the logits small, "
+            f"{raised('objective.z_weight', settings.z_weight, at_zero=0.001)}: it keeps the logits small, "
             "so that second experts count and learn."
         )
     else:

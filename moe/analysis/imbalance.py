@@ -80,22 +80,24 @@ def _cure(
     settings: Settings,
     thresholds: Thresholds,
 ) -> str:
-    cures = [f"{raised('balance_weight', settings.balance_weight, at_zero=0.01)} and train on."]
+    cures = [
+        f"{raised('objective.balance_weight', settings.balance_weight, at_zero=0.01)} and train on."
+    ]
     if _growth(layer) <= 1 / thresholds.growth:
         cures.insert(0, "Training on may be enough, for it is falling; if not:")
     if layer.collapsed:
         cures.append(
-            f"{raised('z_weight', settings.z_weight, at_zero=0.001)} too, and start from an "
+            f"{raised('objective.z_weight', settings.z_weight, at_zero=0.001)} too, and start from an "
             "earlier checkpoint: experts that no token chooses get no gradient."
         )
         return " ".join(cures)
     if driver:
         cures.append(
-            f"If {driver[0]} fills most of the training mix, a higher `temperature`"
+            f"If {driver[0]} fills most of the training mix, a higher `mixture.temperature`"
             f"{now(settings.temperature)} lets it weigh less."
         )
     if len(dead) * 4 >= layer.num_experts:
-        cures.append("If they stay dead, fewer experts (`num_experts`) do as well.")
+        cures.append("If they stay dead, fewer experts (`model.num_experts`) do as well.")
     return " ".join(cures)
 
 

@@ -131,7 +131,8 @@ def collect_load(batches: Iterable[tuple[object, Mapping[str, MoEStats]]]) -> di
             "The sentences to analyse must hold at least one token: got none. "
             "Use a split and languages that hold sentences."
         )
-    loads = {stack: load for stack, load in loads.items() if load.num_layers}
+    in_order = sorted(loads, key=lambda stack: stack != "encoder")  # a token meets it first
+    loads = {stack: loads[stack] for stack in in_order if loads[stack].num_layers}
     if not loads:
         raise UserError(
             f"The model must have MoE layers: got none in {', '.join(sums)}. "

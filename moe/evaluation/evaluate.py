@@ -40,7 +40,7 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
-            raise UserError(f"limit must be at least 1: got {self.limit}. Use none for all.")
+            raise UserError(f"limit must be at least 1: got {self.limit}. Use None for all.")
         if not 0 <= self.mid_resource <= self.high_resource:
             raise UserError(
                 "mid_resource must be in [0, high_resource]: got "

@@ -33,7 +33,10 @@ def table(evaluation: Evaluation) -> Table:
             result.add_row(row.direction, *counts, *_cells(row.scores))
         if rows:
             result.add_section()
+    several = len({row.resource for row in evaluation.directions}) > 1
     for average in evaluation.averages:
+        if average.resource != "all" and not several:
+            continue  # the same numbers again
         name = f"{average.resource} mean" if average.side == "all" else f"  {average.side}"
         result.add_row(name, f"({average.num_directions})", "", *_cells(average.scores))
     return result

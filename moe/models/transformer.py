@@ -59,7 +59,9 @@ class TransformerConfig:
     def __post_init__(self):
         for name in ("vocab_size", "d_model", "d_hidden", "num_heads", "group_size"):
             if getattr(self, name) < 1:
-                raise UserError(f"model.{name} must be at least 1: got {getattr(self, name)}.")
+                raise UserError(
+                    f"model.{name} must be at least 1: got {getattr(self, name)}. Raise it."
+                )
         for name in ("num_encoder_layers", "num_decoder_layers"):
             if getattr(self, name) < 2 or getattr(self, name) % 2:
                 raise UserError(

@@ -41,7 +41,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     data = len(devices) // config.expert if config.data is None else config.data
     if data * config.expert != len(devices):
         raise UserError(
-            f"mesh must fit the devices: got data={data} x expert={config.expert} for "
+            f"mesh must fit the devices: got data={config.data or 'any'} x expert={config.expert} for "
             f"{len(devices)} attached device(s). Change --mesh.data or --mesh.expert (on CPU, "
             "XLA_FLAGS=--xla_force_host_platform_device_count=N simulates N devices)."
         )

@@ -124,7 +124,8 @@ class _Trainer:
         """Steps to the end or to a signal, with a progress bar."""
         config = self.config
         if self.step:
-            self.console.print(f"Resuming {self.run.path} at step {self.step}.")
+            verb = "Resuming" if self.step < config.steps else "Nothing to do for"
+            self.console.print(f"{verb} {self.run.path} at step {self.step}.")
         with _progress(self.console) as bar:
             task = bar.add_task("training", total=config.steps, completed=self.step, status="")
             window = _Window()
@@ -242,6 +243,11 @@ def _validation_batches(run: Run) -> Iterator[Batch]:
         for direction, of_direction in config.source.pairs("validation").items()
         if len(of_direction)
     }
+    if not pairs:
+        raise UserError(
+            f"the validation split must hold at least one sentence: got none from "
+            f"{config.source.kind}. Raise source.validation_fraction or give more sentences."
+        )
     batches = eval_batches(
         pairs,
         run.tokenizer,
@@ -270,8 +276,7 @@ def _stop_signal() -> Iterator[list[int]]:
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[status]}"),

@@ -21,7 +21,8 @@ from moe.training.config import TrainConfig
 from moe.training.optimizer import make_optimizer
 from moe.training.step import init_state
 
-# What may change when a run goes on: how long, where, and what is recorded, never what is learnt.
+# What may change when a run goes on: how long, where, what is recorded, and what `moe analyze` advises
+# to change in a run under way. The rest defines what is learnt from which batches.
 MAY_CHANGE = (
     "run_dir",
     "steps",
@@ -30,7 +31,18 @@ MAY_CHANGE = (
     "checkpoint",
     "validation_sentences",
     "max_skipped_in_a_row",
+    "objective",
+    "model.router",
 )
+# What a run folder holds; anything else in it is the user's, and the folder is left alone.
+FILES = {
+    "config.json",
+    "tokenizer.model",
+    "checkpoints",
+    "metrics.jsonl",
+    "load.jsonl",
+    "tensorboard",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,35 +66,49 @@ class Run:
 def start_run(config: TrainConfig, pairs: Pairs) -> Run:
     """Opens the run folder of `config`, or makes it: trains the tokenizer, then writes the config.
 
-    The configuration is written last and in one move, so that a folder is a run or is not.
+    A run begins with its first checkpoint; before that the folder is made anew, so that a mistake in
+    a first configuration can be mended.
 
     Raises:
       UserError: the folder holds a run of another configuration, or something else than a run.
     """
     path = Path(config.run_dir)
-    if (path / "config.json").exists():
+    if _has_begun(path):
         run = open_run(path)
         _check_same(run.config, config)
         run = dataclasses.replace(run, config=config)
     else:
-        others = {p.name for p in path.glob("*")} - {"tokenizer.model"} if path.is_dir() else set()
-        if others or path.is_file():
-            raise UserError(
-                f"run_dir must be a run, empty or new: got {path}, which holds "
-                f"{', '.join(sorted(others)[:3]) or 'a file'}. Choose another --run-dir."
-            )
-        path.mkdir(parents=True, exist_ok=True)
-        tokenizer = train_tokenizer(
-            pairs,
-            config.tokenizer,
-            path=path / "tokenizer.model",
-            temperature=config.mixture.temperature,
-            seed=config.seed,
-        )
-        run = Run(path, config, tokenizer)
+        run = Run(path, config, _new_tokenizer(path, config, pairs))
     text = {"tokenizer_sha256": run.tokenizer.fingerprint, "config": _as_json(config)}
     write_atomically(path / "config.json", json.dumps(text, indent=2, ensure_ascii=False) + "\n")
     return run
+
+
+def _has_begun(path: Path) -> bool:
+    return any(entry.name.isdigit() for entry in path.glob("checkpoints/*"))
+
+
+def _new_tokenizer(path: Path, config: TrainConfig, pairs: Pairs) -> Tokenizer:
+    others = {entry.name for entry in path.glob("*")} - FILES
+    if others:
+        raise UserError(
+            f"run_dir must be a run, empty or new: got {path}, which holds "
+            f"{', '.join(sorted(others)[:3])}. Choose another --run-dir."
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"run_dir must be a folder that can be made: got {path} ({error.strerror}). "
+            "Choose another --run-dir."
+        ) from error
+    return train_tokenizer(
+        pairs,
+        config.tokenizer,
+        path=path / "tokenizer.model",
+        temperature=config.mixture.temperature,
+        seed=config.seed,
+    )
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
@@ -171,7 +197,8 @@ def _as_json(config: TrainConfig) -> dict[str, Any]:
 def _check_same(old: TrainConfig, new: TrainConfig) -> None:
     before, now = (_flat(_as_json(config)) for config in (old, new))
     for name in sorted(before.keys() | now.keys()):
-        if name.split(".")[0] not in MAY_CHANGE and before.get(name) != now.get(name):
+        may_change = any(name == free or name.startswith(f"{free}.") for free in MAY_CHANGE)
+        if not may_change and before.get(name) != now.get(name):
             raise UserError(
                 f"{name} must stay what the run in {old.run_dir} was started with: got "
                 f"{now.get(name)!r}, not {before.get(name)!r}. Restore it or choose another --run-dir."

@@ -42,8 +42,8 @@ def test_a_busy_and_two_dead_experts_are_one_finding_with_its_cure(report):
     assert [(x.severity, x.where) for x in found] == [("fix", "decoder layer 1")]
     assert found[0].title == "expert 5 receives 3.1 times its share; experts 1 and 3 are dead"
     assert "38.8 % of the choices instead of 12.5 %" in found[0].evidence
-    assert "Raise `balance_weight` from 0.01 to 0.02" in found[0].cure
-    assert "`num_experts`" in found[0].cure
+    assert "Raise `objective.balance_weight` from 0.01 to 0.02" in found[0].cure
+    assert "`model.num_experts`" in found[0].cure
 
 
 def test_a_dead_expert_beside_even_ones_is_a_finding_without_a_busy_one(report):
@@ -56,15 +56,15 @@ def test_a_collapsed_layer_names_its_experts_and_the_z_loss(report):
     found = report({"en-de": [[0, 1980, 10, 0, 1980, 10, 10, 10]]}).findings
     # 3960 of 4000
     assert found[0].title == "collapsed: experts 1 and 4 receive 99.0 % of all choices"
-    assert "Raise `z_weight` from 0.001 to 0.002" in found[0].cure
+    assert "Raise `objective.z_weight` from 0.001 to 0.002" in found[0].cure
 
 
 def test_a_zero_weight_is_given_a_first_value_and_an_unknown_one_none(report):
     uneven = {"en-de": [[1500, 500, 500, 500, 250, 250, 250, 250]]}
     none = report(uneven, settings=dataclasses.replace(KNOWN, balance_weight=0.0))
-    assert "Raise `balance_weight` from 0 to 0.01" in none.findings[0].cure
+    assert "Raise `objective.balance_weight` from 0 to 0.01" in none.findings[0].cure
     assert (
-        "Raise `balance_weight` and train on"
+        "Raise `objective.balance_weight` and train on"
         in report(uneven, settings=Settings()).findings[0].cure
     )
 
@@ -75,7 +75,7 @@ def test_the_direction_behind_a_busy_expert_is_named(report):
         {"en-de": [[2500] + [1500 // 7 + 1] * 7], "de-en": [[500] * 8]},
     ).findings
     assert "100% of that expert's excess comes from en-de." in found[0].evidence
-    assert "a higher `temperature` (now 1.5)" in found[0].cure
+    assert "a higher `mixture.temperature` (now 1.5)" in found[0].cure
 
 
 def test_drops_of_a_balanced_layer_ask_for_capacity(report, line):
@@ -88,8 +88,8 @@ def test_drops_of_a_balanced_layer_ask_for_capacity(report, line):
     assert found[0].title == "15.0 % of the choices are dropped in training"  # 600 of 4000
     assert found[0].severity == "fix"
     assert "explains 7.5 % at a capacity factor of 1" in found[0].evidence
-    assert "Raise `router.capacity_factor` (now 1.0) to 1.5" in found[0].cure
-    assert "`router.batch_priority=True`" in found[0].cure
+    assert "Raise `model.router.capacity_factor` (now 1.0) to 1.5" in found[0].cure
+    assert "`model.router.batch_priority=True`" in found[0].cure
 
 
 def test_drops_of_an_uneven_layer_ask_for_balance_first(report, line):
@@ -115,7 +115,7 @@ def test_only_the_last_fifth_of_training_counts_as_its_drop_rate(report, line):
 def test_drops_in_evaluation_are_to_be_fixed(report):
     found = report({"en-de": [[500, 500]]}, kept_YE=[[500, 400]]).findings
     assert found[0].title == "10.0 % of the choices are dropped in evaluation"
-    assert "`router.eval_capacity_factor`" in found[0].cure
+    assert "`model.router.eval_capacity_factor`" in found[0].cure
 
 
 def test_a_load_that_drifts_apart_is_watched(report, line):

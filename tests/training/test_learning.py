@@ -43,7 +43,9 @@ def test_unseen_sentences_are_translated_far_better_than_by_the_nearest_training
             target_lang=direction.target_lang,
             config=DecodingConfig(beam_size=1),
         )
-        nearest = NearestSentence(*zip(*((p.source, p.target) for p in seen[direction]), strict=True))
+        nearest = NearestSentence(
+            *zip(*((p.source, p.target) for p in seen[direction]), strict=True)
+        )
         ours, theirs = (
             score(texts, references, target_lang=direction.target_lang).chrf
             for texts in (answers, nearest(sources))
