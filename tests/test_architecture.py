@@ -36,7 +36,7 @@ def imported_rooms(path: Path) -> set[str]:
             names |= {f"moe.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module or "")
-    return {name.split(".")[1] for name in names if name.startswith("moe.")}
+    return {name.split(".")[1] for name in names - {"moe.__version__"} if name.startswith("moe.")}
 
 
 def modules():

@@ -24,7 +24,7 @@ class RoutingPlan:
       assigned_GSK: bool, the choice was wanted: a real token's, and the policy chose it.
       kept_GSK: bool, it was assigned and its slot is below the capacity.
       token_mask_GS: bool, real tokens.
-      probs_GSE: float32, the router's probabilities.
+      probs_GSE: float32, the router's probabilities; uniform for padding, whatever it holds.
       aux_loss: float32 scalar, `load_balance_loss`; unweighted.
       z_loss: float32 scalar, `router_z_loss`; unweighted.
       capacity: C, slots per group and expert.

@@ -35,6 +35,10 @@ def assert_same_plan(plan, expected) -> None:
         )
     for name in ["probs_GSE", "gate_GSK", "aux_loss", "z_loss"]:
         ours = np.asarray(getattr(plan, name))
+        theirs = np.asarray(getattr(expected, name))
         assert ours.dtype == np.float32
+        if name == "probs_GSE":  # of padding they are uniform, whatever it holds
+            real_GS = np.asarray(plan.token_mask_GS)
+            ours, theirs = ours[real_GS], theirs[real_GS]
         # An exponential, a sum and a quotient: a few units in the seventh digit.
-        np.testing.assert_allclose(ours, getattr(expected, name), 3e-6, 1e-7, err_msg=name)
+        np.testing.assert_allclose(ours, theirs, 3e-6, 1e-7, err_msg=name)

@@ -329,3 +329,44 @@ def test_the_losses_are_taken_before_capacity_policy_and_chance():
     assert not tight.kept_GSK[..., 0].all()
     assert ample.aux_loss == tight.aux_loss
     assert ample.z_loss == tight.z_loss
+
+
+@pytest.mark.parametrize("dispatch", ["einsum", "gather"])
+def test_what_padding_holds_does_not_matter_were_it_nan(dispatch):
+    mask_GS = jnp.array([[True, True, False, True]])
+    logits_GSE = jnp.array([[[1.0, 2, 3], [3, 1, 2], [0, 0, 0], [2, 3, 1]]])
+    x_GSM = jnp.arange(8.0).reshape(1, 4, 2)
+    send = {"einsum": routing.einsum_dispatch, "gather": routing.gather_dispatch}[dispatch]
+
+    def slots(padding):
+        poisoned_GSE = jnp.where(mask_GS[..., None], logits_GSE, padding)
+        plan = routing.top2(poisoned_GSE, capacity=2, second_policy="all", token_mask_GS=mask_GS)
+        x_GECM = send(plan, jnp.where(mask_GS[..., None], x_GSM, padding))
+        return plan.gate_GSK, plan.aux_loss, plan.z_loss, plan.load(), x_GECM
+
+    for clean, poisoned in zip(
+        jax.tree.leaves(slots(0.0)), jax.tree.leaves(slots(jnp.nan)), strict=True
+    ):
+        np.testing.assert_array_equal(clean, poisoned)
+
+
+def test_the_second_choice_is_another_expert_even_where_all_others_are_impossible():
+    logits_GSE = jnp.array([[[0.0, -jnp.inf, -jnp.inf]]])
+    plan = routing.top2(logits_GSE, capacity=1, second_policy="all")
+    assert plan.expert_GSK[0, 0].tolist() == [0, 1]
+    assert plan.gate_GSK[0, 0].tolist() == [1.0, 0.0]
+
+
+def test_a_token_of_partial_importance_keeps_its_one_choice_under_every_policy():
+    logits_GSE = jnp.array([[[1.0, 2, 0]]])
+    for policy in ("none", "all", "random", "sampling"):
+        plan = routing.top2(
+            logits_GSE,
+            capacity=1,
+            second_policy=policy,
+            key=jax.random.key(0),
+            importance_GS=jnp.array([[0.5]]),
+        )
+        assert plan.kept_GSK[0, 0].tolist() == [False, True]
+        assert int(plan.expert_GSK[0, 0, 1]) == 1
+        assert plan.gate_GSK[0, 0].tolist() == [0.0, 1.0]
