@@ -5,10 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from moe import routing
 from tests.routing.compiled import top2
 
 G, S, E, C = 2, 11, 5, 3  # 22 choices for 15 slots in each group
