@@ -62,24 +62,17 @@ def top2(
     published code; batch priority from Riquelme et al. 2021 (arXiv:2106.05974), section 4.
     """
     _check(logits_GSE, capacity, second_policy, key, token_mask_GS, importance_GS, slot_rule)
-    num_experts = logits_GSE.shape[-1]
     real_GS, both_GS = _real_tokens(logits_GSE, token_mask_GS, importance_GS)
 
     # What padding holds must not matter, were it NaN.
     logits_GSE = jnp.where(real_GS[..., None], logits_GSE.astype(jnp.float32), 0)
     probs_GSE = jax.nn.softmax(logits_GSE, axis=-1)
-    # Chosen by logits, not probs: they still differ where the probabilities have underflowed to 0.
-    # Argmax and mask, not top_k: over a sharded G, top_k costs an all-gather.
-    first_GS = jnp.argmax(logits_GSE, axis=-1)
-    first_GSE = jax.nn.one_hot(first_GS, num_experts, dtype=bool)
-    # The second differs from the first even where every other logit is -inf.
-    others_GSE = jnp.maximum(_noisy(logits_GSE, second_policy, key), jnp.finfo(jnp.float32).min)
-    second_GS = jnp.argmax(jnp.where(first_GSE, -jnp.inf, others_GSE), axis=-1)
+    first_GS, second_GS = _two_best(logits_GSE, second_policy, key)
     # A token of partial importance has one choice, in the second column.
     expert_GSK = jnp.stack([first_GS, jnp.where(both_GS, second_GS, first_GS)], axis=-1)
     wanted_GSK = jnp.stack([both_GS, real_GS], axis=-1)
 
-    chosen_GSKE = jax.nn.one_hot(expert_GSK, num_experts, dtype=bool)
+    chosen_GSKE = jax.nn.one_hot(expert_GSK, logits_GSE.shape[-1], dtype=bool)
     prob_GSK = jnp.sum(probs_GSE[:, :, None] * chosen_GSKE, axis=-1)
     gate_GSK = _normalized(prob_GSK * wanted_GSK)
     assigned_GSK = wanted_GSK & (_policy(gate_GSK, second_policy, key) | ~both_GS[..., None])
@@ -143,10 +136,20 @@ def _real_tokens(logits_GSE, token_mask_GS, importance_GS) -> tuple[jax.Array, j
     return real_GS & (importance_GS > 0), real_GS & (importance_GS >= 1)
 
 
-def _noisy(logits_GSE, second_policy, key) -> jax.Array:
-    if second_policy != "sampling":
-        return logits_GSE
-    return logits_GSE + jax.random.gumbel(key, logits_GSE.shape)
+def _two_best(logits_GSE, second_policy, key) -> tuple[jax.Array, jax.Array]:
+    """The most probable expert, and the most probable or a drawn one of the others.
+
+    By logits, not probabilities: they still differ where those have underflowed to 0. By argmax and
+    mask, not top_k: over a sharded G, top_k costs an all-gather.
+    """
+    first_GS = jnp.argmax(logits_GSE, axis=-1)
+    others_GSE = logits_GSE
+    if second_policy == "sampling":
+        others_GSE = logits_GSE + jax.random.gumbel(key, logits_GSE.shape)
+    # Another expert than the first even where every other logit is -inf.
+    others_GSE = jnp.maximum(others_GSE, jnp.finfo(jnp.float32).min)
+    first_GSE = jax.nn.one_hot(first_GS, logits_GSE.shape[-1], dtype=bool)
+    return first_GS, jnp.argmax(jnp.where(first_GSE, -jnp.inf, others_GSE), axis=-1)
 
 
 def _policy(gate_GSK, second_policy, key) -> jax.Array:
