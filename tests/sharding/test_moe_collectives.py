@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import topologies
 
 from moe.layers import MoE, Top2
 from moe.sharding import MeshConfig, count_collectives, make_mesh, shardings
@@ -66,3 +67,25 @@ def test_a_mesh_changes_no_number(layer_and_inputs, config):
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         # Sums over tokens are split over devices: float32 rounding in another order.
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow  # needs the extra [tpu]; `pip install '.[tpu]'`
+def test_the_tpu_compiler_keeps_the_contract(layer_and_inputs, monkeypatch):
+    """Compiles for eight v5p chips that are not here."""
+    pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [tpu]")
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud which machine this is
+    graph, params, x_BLM = layer_and_inputs
+    chips = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
+    mesh = make_mesh(MeshConfig(data=2, expert=4), chips)
+
+    def abstract(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    with jax.set_mesh(mesh):
+        rows = jax.NamedSharding(mesh, jax.P(("data", "expert")))
+        inputs = jax.tree.map(abstract, params, shardings(params, mesh)), abstract(x_BLM, rows)
+        gradient = jax.value_and_grad(forward(graph), argnums=(0, 1), has_aux=True)
+        for function, all_to_alls in ((forward(graph), 2), (gradient, 4)):
+            counts = count_collectives(jax.jit(function).lower(*inputs).compile())
+            assert counts["all-to-all"] == all_to_alls
+            assert set(counts) <= {"all-to-all", "all-reduce"}
