@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import plotly.graph_objects as go
 from rich.console import Console
 from rich.table import Table
 
-from moe.training import CheckpointConfig, Outcome, TrainConfig, train
+from moe.training import CheckpointConfig, TrainConfig, train
 
 FOLDER = Path("runs/moe_vs_dense")
 STEPS = 600
@@ -47,17 +47,13 @@ def config(variant: str = "moe", steps: int = STEPS) -> TrainConfig:
 
 def main(steps: int) -> None:
     """Trains all variants and shows their curves side by side."""
-    seconds = {}
     for variant in VARIANTS:
-        start = time.perf_counter()
         outcome = train(config(variant, steps))
-        seconds[variant] = time.perf_counter() - start
         if outcome.signal:
             sys.exit(128 + outcome.signal)
-        _describe(variant, outcome)
+        print(f"{variant}: {_speed(outcome.run.path):,.0f} target tokens/s")
     curves = {variant: _curve(FOLDER / variant) for variant in VARIANTS}
     Console().print(_table(curves))
-    print(", ".join(f"{variant} took {took:.0f} s" for variant, took in seconds.items()))
     figure = go.Figure(
         [go.Scatter(x=list(c), y=list(c.values()), name=name) for name, c in curves.items()],
         layout={"xaxis_title": "step", "yaxis_title": "validation loss, nats a token"},
@@ -66,18 +62,20 @@ def main(steps: int) -> None:
     print(f"Curves: {FOLDER / 'curves.html'}")
 
 
-def _describe(variant: str, outcome: Outcome) -> None:
-    lines = (outcome.run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    speeds = sorted(line["tokens_per_second"] for line in map(json.loads, lines) if "loss" in line)
-    median = speeds[len(speeds) // 2]
-    print(f"{variant}: {outcome.validation_loss:.4f} nats a token, {median:,.0f} target tokens/s")
+def _speed(run: Path) -> float:
+    """Median target tokens a second."""
+    return statistics.median(r["tokens_per_second"] for r in _metrics(run) if "loss" in r)
 
 
 def _curve(run: Path) -> dict[int, float]:
     """Validation loss by step."""
+    points = [r for r in _metrics(run) if "validation_loss" in r]
+    return {int(r["step"]): r["validation_loss"] for r in points}
+
+
+def _metrics(run: Path) -> list[dict[str, float]]:
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    return {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
+    return [json.loads(line) for line in lines]
 
 
 def _table(curves: dict[str, dict[int, float]]) -> Table:
