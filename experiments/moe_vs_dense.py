@@ -4,6 +4,9 @@ Both see the same batches in the same order for the same number of steps. In the
 second FFN has twice the width in place of the two experts a token uses, so a token costs the same.
 
 Command:  python experiments/moe_vs_dense.py
+Hardware: two CPU cores.
+Time:     about 4 minutes a variant.
+Result:   no better on unseen sentences, closer to the training text: docs/study-moe-vs-dense.md.
 """
 
 from __future__ import annotations
