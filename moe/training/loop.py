@@ -68,10 +68,15 @@ def train(
 
     Raises:
       UserError: bad data, a run folder of another configuration, a mesh that does not fit the
-        devices, a damaged checkpoint, or too many steps in a row without a finite gradient.
+        devices or the batch, a damaged checkpoint, or too many steps in a row without a finite gradient.
     """
     console = console or Console(stderr=True)
     mesh = make_mesh(config.mesh, devices)
+    if config.mixture.batch_size % mesh.size:
+        raise UserError(
+            f"mixture.batch_size must be a multiple of the devices: got {config.mixture.batch_size} "
+            f"rows for {mesh.size} devices. Change --mixture.batch-size."
+        )
     pairs = config.source.pairs("train")
     run = start_run(config, pairs)
     with contextlib.ExitStack() as stack:

@@ -200,3 +200,9 @@ def test_the_vocabulary_of_the_model_is_the_tokenizers(trained):
         run.config.model, vocab_size=run.tokenizer.vocab_size
     )
     assert isinstance(run.model_config, TransformerConfig)
+
+
+def test_rows_that_do_not_divide_over_the_devices_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"batch_size must be .* got 8 rows for 3 devices"):
+        run_training(small_config(tmp_path / "run"), devices=jax.devices()[:3])
+    assert not (tmp_path / "run").exists()
