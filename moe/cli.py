@@ -268,22 +268,13 @@ def read_experiment(path: Path) -> TrainConfig:
 
 def _stats_by_direction(run: Run, model, options: AnalyzeArguments) -> Iterable[tuple]:
     """The expert load of each batch of the split, one direction a batch, in evaluation mode."""
-    from moe.data import eval_batches
-    from moe.training.step import make_eval_step, split_model
+    from flax import nnx
 
-    pairs = run.config.source.pairs(_checked_split(options.split))
-    mixture = run.config.mixture
-    batches = eval_batches(
-        {direction: of[: options.limit] for direction, of in pairs.items() if len(of)},
-        run.tokenizer,
-        batch_size=mixture.batch_size,
-        source_length=mixture.source_length,
-        target_length=mixture.target_length,
-        pack=True,
-    )
-    graph, params = split_model(model)
+    from moe.training.step import make_eval_step
+
+    graph, params = nnx.split(model)
     eval_step = make_eval_step(graph)
-    for direction, batch in batches:
+    for direction, batch in run.batches(_checked_split(options.split), options.limit):
         _, _, stats = eval_step(params, batch)
         yield direction, stats
 

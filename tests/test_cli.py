@@ -28,7 +28,7 @@ def config():
         steps=8,
         source=Generated(languages=("qaa",), sentences=300),
         tokenizer=TokenizerConfig(vocab_size=400),
-        mixture=MixtureConfig(batch_size=4, source_length=48, target_length=48),
+        mixture=MixtureConfig(batch_size=8, source_length=48, target_length=48),
         model=TransformerConfig(
             d_model=16, d_hidden=32, num_heads=2, num_encoder_layers=2, num_decoder_layers=2,
             num_experts=4,

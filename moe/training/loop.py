@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moe.data import Batch, Pairs, eval_batches, train_batches
+from moe.data import Batch, Pairs, train_batches
 from moe.errors import UserError
 from moe.sharding import make_mesh, shardings
 from moe.training.checkpoint import Checkpoints
@@ -108,7 +108,7 @@ class _Trainer:
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
-        self.validation = list(_validation_batches(run))
+        self.validation = [b for _, b in run.batches("validation", config.validation_sentences)]
 
         optimizer = make_optimizer(config.optimizer, config.steps)
         self.learning_rate = learning_rate(config.optimizer, config.steps)
@@ -238,30 +238,6 @@ class _Window:
         values = {name: float(value) for name, value in all_metrics[-1].items()}
         num_tokens = sum(int(metrics["num_tokens"]) for metrics in all_metrics)
         return values | {"tokens_per_second": num_tokens / seconds}
-
-
-def _validation_batches(run: Run) -> Iterator[Batch]:
-    """The first sentences of each direction of the validation split."""
-    config = run.config
-    pairs = {
-        direction: of_direction[: config.validation_sentences]
-        for direction, of_direction in config.source.pairs("validation").items()
-        if len(of_direction)
-    }
-    if not pairs:
-        raise UserError(
-            f"the validation split must hold at least one sentence: got none from "
-            f"{config.source.kind}. Raise source.validation_fraction or give more sentences."
-        )
-    batches = eval_batches(
-        pairs,
-        run.tokenizer,
-        batch_size=config.mixture.batch_size,
-        source_length=config.mixture.source_length,
-        target_length=config.mixture.target_length,
-        pack=True,
-    )
-    return (batch for _, batch in batches)
 
 
 @contextlib.contextmanager

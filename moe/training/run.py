@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import jax
 import pydantic
 from flax import nnx
 
-from moe.data import Pairs, Tokenizer, train_tokenizer
+from moe.data import Batch, Direction, Pairs, Tokenizer, eval_batches, train_tokenizer
+from moe.data.pairs import Split
 from moe.errors import UserError
 from moe.models import Transformer, TransformerConfig
 from moe.training.checkpoint import Checkpoints
@@ -57,6 +59,32 @@ class Run:
     def model_config(self) -> TransformerConfig:
         """The model's shape with the tokenizer's vocabulary."""
         return dataclasses.replace(self.config.model, vocab_size=self.tokenizer.vocab_size)
+
+    def batches(self, split: Split, limit: int) -> Iterator[tuple[Direction, Batch]]:
+        """The first `limit` sentences of each direction of a split, one direction a batch.
+
+        Raises:
+          UserError: the split holds no sentence.
+        """
+        pairs = {
+            direction: of_direction[:limit]
+            for direction, of_direction in self.config.source.pairs(split).items()
+            if len(of_direction)
+        }
+        if not pairs:
+            raise UserError(
+                f"the {split} split must hold at least one sentence: got none from "
+                f"{self.config.source.kind}. Raise source.{split}_fraction or give more sentences."
+            )
+        mixture = self.config.mixture
+        return eval_batches(
+            pairs,
+            self.tokenizer,
+            batch_size=mixture.batch_size,
+            source_length=mixture.source_length,
+            target_length=mixture.target_length,
+            pack=True,
+        )
 
     def checkpoints(self) -> Checkpoints:
         """Its checkpoints, opened."""

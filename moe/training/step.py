@@ -132,8 +132,3 @@ def forward(
     inputs = batch._asdict()
     del inputs["target_out_BL"]
     return nnx.merge(graph, params)(**inputs, key=key)
-
-
-def split_model(model: Transformer) -> tuple[nnx.GraphDef, nnx.State]:
-    """A model's structure and parameters, as the compiled steps take them."""
-    return nnx.split(model)
