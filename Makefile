@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO := runs/demo
 
-.PHONY: help demo test test-slow lint format clean
+.PHONY: help demo test test-slow test-parity lint format clean
 
 help:
 	@echo "make demo       install, fetch the default data, train, evaluate and analyse (about 15 minutes)"
 	@echo "make test       install and run the default tests, linter and type checker"
 	@echo "make test-slow  the tests that take longer or need the network"
+	@echo "make test-parity  beside Hugging Face and torch, which it installs"
 	@echo "make format     format the code"
 	@echo "make clean      remove the environment and caches; runs/ stays"
 
@@ -36,6 +37,10 @@ test: lint
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
+
+test-parity: $(INSTALLED)
+	$(BIN)/pip install --quiet --editable '.[test,parity]'
+	$(BIN)/python -m pytest -m parity
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

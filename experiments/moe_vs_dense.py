@@ -23,11 +23,12 @@ import plotly.graph_objects as go
 from rich.console import Console
 from rich.table import Table
 
+from moe.layers import Top2
 from moe.training import CheckpointConfig, TrainConfig, train
 
 FOLDER = Path("runs/moe_vs_dense")
 STEPS = 600
-ALWAYS_BOTH = dataclasses.replace(demo.config().model.router, second_policy="all")
+ALWAYS_BOTH = Top2(capacity_factor=1.25, second_policy="all")  # the demo's, but for the policy
 VARIANTS: dict[str, dict[str, Any]] = {
     "moe": {},
     "dense": {"num_experts": 0},

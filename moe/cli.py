@@ -225,10 +225,10 @@ def analyze(arguments: Sequence[str]) -> int:
         step=step,
         split=options.split,
         settings=analysis.Settings(
-            capacity_factor=router.capacity_factor,
+            capacity_factor=getattr(router, "capacity_factor", None),
             balance_weight=config.objective.balance_weight,
             z_weight=config.objective.z_weight,
-            batch_priority=router.batch_priority,
+            batch_priority=getattr(router, "batch_priority", None),
             temperature=config.mixture.temperature,
         ),
     )
@@ -237,6 +237,64 @@ def analyze(arguments: Sequence[str]) -> int:
     console.print(analysis.load_table(report))
     console.print(analysis.findings_text(report))
     console.print(f"Report: {page}")
+    return 0
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Time the MoE layer beside a dense layer and the peers that are installed: `moe bench layer`."""
+    if arguments[:1] != ["layer"]:
+        print("usage: moe bench layer [--device gpu] [--field value ...]")
+        print("`moe bench layer --help` lists every field with its meaning.")
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    from moe.bench import LayerBenchOptions, bench_layer, show
+
+    options = tyro.cli(
+        LayerBenchOptions,
+        prog="moe bench layer",
+        default=LayerBenchOptions.defaults(arguments[1:]),
+        args=arguments[1:],
+    )
+    benchmark = bench_layer(options, console=Console(stderr=True))
+    if options.output is not None:
+        text = json.dumps(benchmark.as_json(), indent=2) + "\n"
+        Path(options.output).write_text(text, encoding="utf-8")
+    show(benchmark, Console())
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpcycleArguments:
+    """Start a run with experts from a trained dense run: each expert is a copy of its FFN."""
+
+    run: RunFolder
+    """Run folder of a dense model (model.num_experts=0)."""
+    new_run: RunFolder
+    """Folder to make."""
+    num_experts: int = 8
+    """Experts of each MoE layer."""
+    checkpoint: str = "best"
+    """best, last, or a step of the dense run."""
+    noise: float = 0.0
+    """Noise on the copies, relative to the size of the weights."""
+
+
+def upcycle(arguments: Sequence[str]) -> int:
+    """Start a run with experts from a trained dense run."""
+    options = tyro.cli(UpcycleArguments, prog="moe upcycle", args=arguments)
+    from moe.training import open_run
+    from moe.upcycle.run import upcycle_run, upcycle_run_config
+
+    config = upcycle_run_config(open_run(options.run), options.new_run, options.num_experts)
+    run = upcycle_run(options.run, config, checkpoint=options.checkpoint, noise=options.noise)
+    console = Console()
+    console.print(
+        f"Made {run.path} at step 0, with the experts' FFNs from {options.run}. Train it:"
+    )
+    console.print(
+        f"moe train EXPERIMENT.py --run-dir {run.path} "
+        f"--model.num-experts {config.model.num_experts} --model.d-expert {config.model.d_expert}",
+        soft_wrap=True,
+    )
     return 0
 
 
@@ -320,6 +378,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "translate": translate,
     "evaluate": evaluate,
     "analyze": analyze,
+    "bench": bench,
+    "upcycle": upcycle,
 }
 
 

@@ -14,6 +14,7 @@ DIMS = {
     "G": "groups",  # independent routing groups
     "S": "group_tokens",  # tokens in a group
     "E": "experts",
+    "A": "expert_groups",  # equal parts of the experts, for example those of one node
     "C": "slots",  # places an expert has for one group: the expert capacity
     "K": "choices",  # experts a token is sent to
     "M": "model",

@@ -12,12 +12,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # A room may import the rooms after it in its row, itself, and moe.errors.
 ROOMS = {
-    "cli": {"training", "decoding", "evaluation", "analysis", "data"},
-    "training": {"models", "data", "sharding"},
+    "cli": {"training", "decoding", "evaluation", "analysis", "data", "bench", "upcycle"},
+    "bench": {"layers", "routing", "sharding"},
+    "upcycle": {"training", "models", "layers", "routing"},
+    "convert": {"layers", "routing"},
+    "training": {"models", "layers", "routing", "data", "sharding"},
     "decoding": {"models", "data"},
     "evaluation": {"data"},
     "analysis": {"layers", "routing"},
-    "models": {"layers", "sharding"},
+    "models": {"layers", "routing", "sharding"},
     "layers": {"routing", "sharding"},
     "data": set(),
     "routing": set(),

@@ -39,7 +39,9 @@ def search_batch(
     positions_BL = jnp.broadcast_to(jnp.arange(source_BL.shape[1]), source_BL.shape)
     segments_BL = (positions_BL < source_lengths_B[:, None]).astype(jnp.int32)
     memory_BTM, _ = model.encode(source_BL, segments_BL, positions_BL)
-    cache = model.start_decoding(memory_BTM, segments_BL, max_length=config.max_length)
+    cache = model.start_decoding(
+        memory_BTM, segments_BL, max_length=config.max_length, source_BT=source_BL
+    )
     cache = _repeat(cache, config.beam_size)
     return beam_search(model.decode_step, cache, limits_B, config, reorder_fn=_reorder)
 
@@ -49,8 +51,10 @@ def _repeat(cache: DecodeCache, beam_size: int) -> DecodeCache:
     own, memory = jax.tree.map(
         lambda leaf_YBTND: jnp.repeat(leaf_YBTND, beam_size, axis=1), (cache.own, cache.memory)
     )
-    mask_BT = jnp.repeat(cache.source_mask_BT, beam_size, axis=0)
-    return dataclasses.replace(cache, own=own, memory=memory, source_mask_BT=mask_BT)
+    mask_BT, task_B = jax.tree.map(
+        lambda leaf_B: jnp.repeat(leaf_B, beam_size, axis=0), (cache.source_mask_BT, cache.task_B)
+    )
+    return DecodeCache(own=own, memory=memory, source_mask_BT=mask_BT, task_B=task_B)
 
 
 def _reorder(cache: DecodeCache, parent_B: jax.Array) -> DecodeCache:

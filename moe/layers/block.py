@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from moe.layers.attention import Attention, KeyValue
+from moe.layers.dispatch import Dispatch
 from moe.layers.experts import Activation
 from moe.layers.feed_forward import FeedForward
-from moe.layers.moe import Dispatch, MoE, MoEStats
-from moe.layers.router import Top2
+from moe.layers.moe import MoE, MoEStats
+from moe.layers.routers import Rule
+from moe.layers.shared import ConditionalMoE, ResidualMoE, SharedExperts
+from moe.routing import RoutingPlan, SoftPlan
 from moe.sharding import constrain
+
+Beside = Literal["none", "shared", "residual", "conditional"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,13 +28,17 @@ class BlockConfig:
 
     d_model: int
     d_hidden: int
+    d_expert: int
     num_heads: int
     d_head: int
     num_experts: int
-    router: Top2
+    router: Rule
     dispatch: Dispatch
     group_size: int
     activation: Activation
+    gated: bool
+    output_masking: float
+    beside: Beside
     dropout: float
     dtype: jnp.dtype
     cross_attention: bool
@@ -42,6 +52,8 @@ class View:
     Attributes:
       mask_BLT: True where a token sees a token of its own sequence.
       token_mask_BL: real tokens.
+      token_BL: token ids, which hash routing looks at.
+      task_BL: id of the language tag of each token's sentence, which task routing looks at.
       rotary_BL: positions, for rotary attention.
       bias_BNLT: relative position bias, for relative attention.
       memory_BTM: encoder output; not needed where its keys and values are cached.
@@ -51,6 +63,8 @@ class View:
 
     mask_BLT: jax.Array
     token_mask_BL: jax.Array | None = None
+    token_BL: jax.Array | None = None
+    task_BL: jax.Array | None = None
     rotary_BL: jax.Array | None = None
     bias_BNLT: jax.Array | None = None
     memory_BTM: jax.Array | None = None
@@ -87,31 +101,25 @@ class Layer(nnx.Module):
             self.cross_norm, self.cross = norm(), attention()
         self.has_cross = c.cross_attention
         self.ffn_norm = norm()
-        self.ffn: MoE | FeedForward
-        if sparse and c.num_experts > 0:
-            self.ffn = MoE(
-                c.d_model,
-                c.d_hidden,
-                c.num_experts,
-                router=c.router,
-                dispatch=c.dispatch,
-                group_size=c.group_size,
-                activation=c.activation,
-                dtype=c.dtype,
-                rngs=rngs,
-            )
-        else:
-            # Where a dense model stands in for a sparse one, twice the width: the FLOPs of two experts.
-            width = 2 * c.d_hidden if sparse else c.d_hidden
-            self.ffn = FeedForward(
-                c.d_model, width, activation=c.activation, dtype=c.dtype, rngs=rngs
-            )
+        # Where a dense model stands in for a sparse one, twice the width: the FLOPs of two experts.
+        width = 2 * c.d_expert if sparse else c.d_hidden
+        has_experts = sparse and c.num_experts > 0
+        self.ffn = _experts(c, rngs=rngs) if has_experts else _feed_forward(c, width, rngs=rngs)
+        self.ids = c.router.ids
         self.dropout = c.dropout
 
     def __call__(
-        self, x_BLM: jax.Array, view: View, cache: LayerCache | None, key: jax.Array | None
+        self,
+        x_BLM: jax.Array,
+        view: View,
+        cache: LayerCache | None,
+        key: jax.Array | None,
+        plan: RoutingPlan | SoftPlan | None = None,
     ) -> tuple[jax.Array, MoEStats | None, LayerCache | None]:
-        """The layer's output, the load of its experts if it has any, and the cache with x added."""
+        """The layer's output, the load of its experts if it has any, and the cache with x added.
+
+        A `plan` replaces the routing of the experts.
+        """
         keys = (None,) * 4 if key is None else tuple(jax.random.split(key, 4))
 
         h_BLM = self.attention_norm(x_BLM)
@@ -129,14 +137,47 @@ class Layer(nnx.Module):
             y_BLM = self.cross(self.cross_norm(x_BLM), memory, view.memory_mask_BLT)
             x_BLM = x_BLM + dropout(y_BLM, self.dropout, keys[1])
 
-        y_BLM, stats = self._feed_forward(self.ffn_norm(x_BLM), view.token_mask_BL, keys[2])
+        y_BLM, stats = self._feed_forward(self.ffn_norm(x_BLM), view, keys[2], plan)
         x_BLM = x_BLM + dropout(y_BLM, self.dropout, keys[3])
         return constrain(x_BLM, "batch", None, None), stats, cache
 
-    def _feed_forward(self, x_BLM, token_mask_BL, key) -> tuple[jax.Array, MoEStats | None]:
-        if isinstance(self.ffn, MoE):
-            return self.ffn(x_BLM, token_mask_BL, key)
-        return self.ffn(x_BLM), None
+    def _feed_forward(self, x_BLM, view: View, key, plan) -> tuple[jax.Array, MoEStats | None]:
+        if isinstance(self.ffn, FeedForward):
+            return self.ffn(x_BLM), None
+        ids_BL = {"token": view.token_BL, "task": view.task_BL, None: None}[self.ids]
+        return self.ffn(x_BLM, view.token_mask_BL, key, ids_BL=ids_BL, plan=plan)
+
+
+def _feed_forward(c: BlockConfig, width: int, *, rngs: nnx.Rngs) -> FeedForward:
+    return FeedForward(
+        c.d_model, width, activation=c.activation, gated=c.gated, dtype=c.dtype, rngs=rngs
+    )
+
+
+def _experts(
+    c: BlockConfig, *, rngs: nnx.Rngs
+) -> MoE | SharedExperts | ResidualMoE | ConditionalMoE:
+    """The MoE layer, with a dense FFN of an expert's width beside it where the config says so."""
+    layer = MoE(
+        c.d_model,
+        c.d_expert,
+        c.num_experts,
+        router=c.router,
+        dispatch=c.dispatch,
+        group_size=c.group_size,
+        activation=c.activation,
+        gated=c.gated,
+        output_masking=c.output_masking,
+        causal=c.cross_attention,
+        dtype=c.dtype,
+        rngs=rngs,
+    )
+    if c.beside == "none":
+        return layer
+    wrap = {"shared": SharedExperts, "residual": ResidualMoE, "conditional": ConditionalMoE}[
+        c.beside
+    ]
+    return wrap(layer, _feed_forward(c, c.d_expert, rngs=rngs), rngs=rngs)
 
 
 class LayerPair(nnx.Module):
@@ -152,12 +193,13 @@ class LayerPair(nnx.Module):
         view: View,
         caches: PairCache,
         key: jax.Array | None,
+        plan: RoutingPlan | SoftPlan | None = None,
     ) -> tuple[jax.Array, MoEStats | None, PairCache]:
         """As `Layer`, for both."""
         keys = (None, None) if key is None else tuple(jax.random.split(key))
         first, second = caches
         x_BLM, _, first = self.dense(x_BLM, view, first, keys[0])
-        x_BLM, stats, second = self.sparse(x_BLM, view, second, keys[1])
+        x_BLM, stats, second = self.sparse(x_BLM, view, second, keys[1], plan)
         return x_BLM, stats, (first, second)
 
 

@@ -1,9 +1,9 @@
-"""The Mixture-of-Experts layer: GShard's Algorithm 2."""
+"""The Mixture-of-Experts layer: GShard's Algorithm 2, for any router."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,11 @@ from flax import nnx
 
 from moe import routing
 from moe.errors import UserError
+from moe.layers.dispatch import Dispatch, DispatchChoice, choose_dispatch, run_experts
 from moe.layers.experts import Activation, Experts
-from moe.layers.router import Router, Top2
-from moe.routing import RoutingPlan
+from moe.layers.routers import Rule, Top2
+from moe.routing import RoutingPlan, SoftPlan
 from moe.sharding import constrain
-
-Dispatch = Literal["gather", "einsum"]
-
-_BACK_ENDS = {
-    "gather": (routing.gather_dispatch, routing.gather_combine),
-    "einsum": (routing.einsum_dispatch, routing.einsum_combine),
-}
 
 
 @jax.tree_util.register_dataclass
@@ -30,26 +24,43 @@ class MoEStats(routing.ExpertLoad):
     """The load of one layer and its unweighted losses; see `moe.routing.ExpertLoad`.
 
     Attributes:
-      aux_loss: float32 scalar, load-balance loss: 1 balanced, E collapsed. Add it times 0.01 or so.
+      aux_loss: float32 scalar, the router's balance loss: for most 1 balanced, E collapsed. Add it
+        times 0.01 or so.
       z_loss: float32 scalar, router z-loss, nats squared. Add it times 0.001 or so.
+      budget_loss: float32 scalar, of a `ConditionalMoE` alone: how far its use of experts is from
+        what it may use.
+      plan: the routing itself, where the layer's `capture_plan` is set; see docs/routing.md.
+      dispatch: the back-end that ran and why.
     """
 
     aux_loss: jax.Array
     z_loss: jax.Array
+    budget_loss: jax.Array | float = 0.0
+    plan: RoutingPlan | SoftPlan | None = None
+    dispatch: DispatchChoice | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
-    def of(cls, plan: RoutingPlan) -> MoEStats:
+    def of(cls, plan: RoutingPlan | SoftPlan, /, **more) -> MoEStats:
         """The statistics of one plan."""
         load = plan.load()
         fields = {field.name: getattr(load, field.name) for field in dataclasses.fields(load)}
-        return cls(aux_loss=plan.aux_loss, z_loss=plan.z_loss, **fields)
+        return cls(
+            aux_loss=plan.aux_loss,
+            z_loss=plan.z_loss,
+            budget_loss=jnp.zeros((), jnp.float32),
+            **fields,
+            **more,
+        )
 
 
 class MoE(nnx.Module):
-    """Replaces a feed-forward layer by E of which each token uses two.
+    """Replaces a feed-forward layer by E of which each token uses few.
 
-    The output holds only what the experts said: a token that lost both its experts gets zeros, so
-    put the layer on a residual branch.
+    The output holds only what the experts said: a token that lost all of them gets zeros, so put
+    the layer on a residual branch.
+
+    Set `capture_plan` (`model.set_attributes(capture_plan=True)` for every layer of a model) and the
+    plan of each call is in its statistics; pass a plan back to force it.
     """
 
     def __init__(
@@ -58,10 +69,14 @@ class MoE(nnx.Module):
         d_hidden: int,
         num_experts: int,
         *,
-        router: Top2 = Top2(),  # noqa: B008  (frozen)
-        dispatch: Dispatch = "gather",
+        router: Rule = Top2(),  # noqa: B008  (frozen)
+        dispatch: Dispatch = "auto",
         group_size: int = 1024,
         activation: Activation = jax.nn.relu,
+        gated: bool = False,
+        use_bias: bool = False,
+        output_masking: float = 0.0,
+        causal: bool = False,
         dtype: jnp.dtype | None = None,
         rngs: nnx.Rngs,
     ):
@@ -71,40 +86,56 @@ class MoE(nnx.Module):
           d_model: M, width of the tokens.
           d_hidden: H, width inside one expert.
           num_experts: E, at least 2.
-          router: the rule from logits to a plan.
-          dispatch: "gather" (indices, the default) or "einsum" (the paper's form); same numbers.
+          router: the routing rule; see `moe.layers.routers` and docs/routing.md.
+          dispatch: "sorted" (rows by expert, nothing padded), "gather" (slots of limited capacity, by
+            indices), "einsum" (the paper's one-hot form) or "auto" (the fastest for the platform and
+            mesh); same numbers. Which one ran and why is in the statistics.
           group_size: S, tokens that compete for the same slots. The tokens of a call are cut into
             groups in order, the last filled up with padding; fewer tokens make one smaller group.
             A result depends on it (not on the mesh) wherever capacity is limited.
           activation: of the experts.
+          gated: experts of the form (act(x wg) * (x wi)) wo: SwiGLU with silu, GEGLU with gelu.
+          use_bias: experts have biases.
+          output_masking: share of expert outputs that training masks (NLLB's EOM).
+          causal: the layer stands in a causal decoder, where a token must not depend on later ones.
           dtype: type of the experts' computation; None is that of the input. Routing is float32.
           rngs: the stream "params" is read.
 
         Raises:
-          UserError: fewer than 2 experts, an unknown dispatch, or a size below 1.
+          UserError: fewer than 2 experts, an unknown dispatch, a size below 1, a masking rate outside
+            [0, 1), or a rule that looks ahead in a causal decoder.
         """
         if num_experts < 2:
             raise UserError(
                 f"num_experts must be at least 2: got {num_experts}. Use a dense layer or add experts."
             )
-        if dispatch not in _BACK_ENDS:
+        if dispatch not in get_args(Dispatch):
             raise UserError(
-                f"dispatch must be one of {tuple(_BACK_ENDS)}: got {dispatch!r}. Choose one of them."
+                f"dispatch must be one of {get_args(Dispatch)}: got {dispatch!r}. Choose one of them."
             )
-        for name, size in (
-            ("d_model", d_model),
-            ("d_hidden", d_hidden),
-            ("group_size", group_size),
-        ):
+        sizes = {"d_model": d_model, "d_hidden": d_hidden, "group_size": group_size}
+        for name, size in sizes.items():
             if size < 1:
                 raise UserError(f"{name} must be at least 1: got {size}. Raise it.")
+        if not 0 <= output_masking < 1:
+            raise UserError(f"output_masking must be in [0, 1): got {output_masking}. Lower it.")
+        if causal:
+            check_causal(router)
         self.group_size = group_size
-        self.rule = router
         self.dispatch = dispatch
         self.dtype = dtype
-        self.router = Router(d_model, num_experts, rngs=rngs)
+        self.output_masking = output_masking
+        self.capture_plan = False
+        self.router = router.router(d_model, num_experts, rngs=rngs)
         self.experts = Experts(
-            d_model, d_hidden, num_experts, activation=activation, dtype=dtype, rngs=rngs
+            d_model,
+            d_hidden,
+            num_experts,
+            activation=activation,
+            gated=gated,
+            use_bias=use_bias,
+            dtype=dtype,
+            rngs=rngs,
         )
 
     def __call__(
@@ -112,61 +143,87 @@ class MoE(nnx.Module):
         x_BLM: jax.Array,
         token_mask_BL: jax.Array | None = None,
         key: jax.Array | None = None,
+        *,
+        ids_BL: jax.Array | None = None,
+        plan: RoutingPlan | SoftPlan | None = None,
     ) -> tuple[jax.Array, MoEStats]:
         """Sends every real token to its experts and adds up what they say.
 
         Args:
           x_BLM: tokens.
           token_mask_BL: False for padding, which takes no slot and counts nowhere.
-          key: randomness of training; None is deterministic, dropless evaluation (see `Top2`).
+          key: randomness of training; None is deterministic evaluation.
+          ids_BL: an integer for each token, for the rules that route on it: `Hash`, `TaskRouting`.
+          plan: a routing to follow in place of the router's; made for as many groups and tokens.
 
         Returns:
           y_BLM in x's type, and the layer's losses and load.
 
         Source: Lepikhin et al. 2020 (arXiv:2006.16668), Algorithm 2. We group inside the layer.
         """
-        x_GSM, mask_GS = self._group(x_BLM, token_mask_BL)
-        plan = self.rule(self.router(x_GSM), token_mask_GS=mask_GS, key=key)
-        dispatch, combine = _BACK_ENDS[self.dispatch]
-
-        x_GECM = dispatch(plan, x_GSM.astype(self.dtype or x_GSM.dtype))
-        y_GECM = from_experts(self.experts(to_experts(x_GECM)))
-        y_GSM = combine(plan, y_GECM).astype(x_BLM.dtype)
+        x_GSM = self._group(x_BLM)
+        if plan is None:
+            plan = self.route(x_BLM, token_mask_BL, key, ids_BL=ids_BL)
+        elif plan.token_mask_GS.shape != x_GSM.shape[:2]:
+            raise UserError(
+                f"plan must be of as many groups and tokens as the input: got "
+                f"{plan.token_mask_GS.shape}, the input has {x_GSM.shape[:2]}. "
+                "Capture it with the same group size on an input of the same shape."
+            )
+        choice = choose_dispatch(self.dispatch, plan)
+        y_GSM = run_experts(choice, plan, x_GSM.astype(self.dtype or x_GSM.dtype), self.experts)
 
         num_tokens = x_BLM.shape[0] * x_BLM.shape[1]
-        y_BLM = y_GSM.reshape(-1, x_BLM.shape[-1])[:num_tokens].reshape(x_BLM.shape)
-        return constrain(y_BLM, "batch", None, None), MoEStats.of(plan)
+        y_TM = y_GSM.astype(x_BLM.dtype).reshape(-1, x_BLM.shape[-1])[:num_tokens]
+        y_BLM = constrain(y_TM.reshape(x_BLM.shape), "batch", None, None)
+        captured = plan if self.capture_plan else None
+        return y_BLM, MoEStats.of(plan, plan=captured, dispatch=choice)
 
-    def _group(self, x_BLM, token_mask_BL) -> tuple[jax.Array, jax.Array]:
-        """Cuts the tokens into groups of S in order; what is missing in the last is padding."""
+    def route(
+        self,
+        x_BLM: jax.Array,
+        token_mask_BL: jax.Array | None = None,
+        key: jax.Array | None = None,
+        *,
+        ids_BL: jax.Array | None = None,
+    ) -> RoutingPlan | SoftPlan:
+        """The plan that a call with the same arguments follows."""
         if token_mask_BL is None:
             token_mask_BL = jnp.ones(x_BLM.shape[:2], bool)
-        if token_mask_BL.shape != x_BLM.shape[:2]:
-            raise UserError(
-                f"token_mask_BL must have the shape of the tokens: got {token_mask_BL.shape}, "
-                f"x_BLM has {x_BLM.shape}. Pass one Boolean for each token."
-            )
-        num_tokens = x_BLM.shape[0] * x_BLM.shape[1]
+        for name, array_BL in (("token_mask_BL", token_mask_BL), ("ids_BL", ids_BL)):
+            if array_BL is not None and array_BL.shape != x_BLM.shape[:2]:
+                raise UserError(
+                    f"{name} must have the shape of the tokens: got {array_BL.shape}, "
+                    f"x_BLM has {x_BLM.shape}. Pass one value for each token."
+                )
+        row_BL = jnp.broadcast_to(jnp.arange(len(x_BLM))[:, None], x_BLM.shape[:2])
+        plan = self.router(
+            self._group(x_BLM),
+            token_mask_GS=self._group(token_mask_BL.astype(bool)),
+            ids_GS=None if ids_BL is None else self._group(ids_BL),
+            sequence_GS=self._group(row_BL),
+            key=key,
+        )
+        if self.output_masking:
+            masking_key = None if key is None else jax.random.fold_in(key, 1)
+            plan = routing.mask_expert_outputs(plan, self.output_masking, key=masking_key)
+        return plan
+
+    def _group(self, x: jax.Array) -> jax.Array:
+        """Cuts B L tokens into groups of S in order: G S; what is missing in the last is zero."""
+        num_tokens = x.shape[0] * x.shape[1]
         group_size = min(self.group_size, num_tokens)
         missing = -num_tokens % group_size
-        x_TM = jnp.pad(x_BLM.reshape(num_tokens, -1), ((0, missing), (0, 0)))
-        mask_T = jnp.pad(token_mask_BL.reshape(num_tokens).astype(bool), (0, missing))
-        x_GSM = x_TM.reshape(-1, group_size, x_BLM.shape[-1])
-        mask_GS = mask_T.reshape(-1, group_size)
-        return constrain(x_GSM, "groups", None, None), constrain(mask_GS, "groups", None)
+        x_T = x.reshape(num_tokens, *x.shape[2:])
+        x_T = jnp.pad(x_T, ((0, missing), *((0, 0),) * (x.ndim - 2)))
+        x_GS = x_T.reshape(-1, group_size, *x.shape[2:])
+        return constrain(x_GS, "groups", *(None,) * (x_GS.ndim - 1))
 
 
-def to_experts(x_GECM: jax.Array) -> jax.Array:
-    """From the devices that hold the tokens to those that hold the experts: x[E_expert, G, C, M].
-
-    Swapped between two constraints, this compiles to one all-to-all. Written as a single einsum to
-    EGCM with one constraint it would cost all-gathers.
-    """
-    x_GECM = constrain(x_GECM, "groups", None, None, None)
-    return constrain(jnp.swapaxes(x_GECM, 0, 1), "experts", "exchanged_groups", None, None)
-
-
-def from_experts(y_EGCM: jax.Array) -> jax.Array:
-    """The way back, the second all-to-all: y[G_(data,expert), E, C, M]."""
-    y_EGCM = constrain(y_EGCM, "experts", "exchanged_groups", None, None)
-    return constrain(jnp.swapaxes(y_EGCM, 0, 1), "groups", None, None, None)
+def check_causal(rule: Rule) -> None:
+    """Raises a UserError if the rule lets a token depend on later ones, even in evaluation."""
+    if not rule.causal_safe:
+        raise UserError(
+            f"router must not look ahead in a causal decoder: got {type(rule).__name__}, where a "
+            "token's experts depend on later tokens. Use a token-choice rule such as Top2 there."
+        )

@@ -10,15 +10,27 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe.errors import UserError
-from moe.layers import MoEStats, Top2
+from moe.layers import MoEStats, Rule, Top2
 from moe.layers.attention import KeyValue
-from moe.layers.block import BlockConfig, LayerCache, LayerPair, PairCache, View, dropout
-from moe.layers.moe import Dispatch
+from moe.layers.block import Beside, BlockConfig, LayerCache, LayerPair, PairCache, View, dropout
+from moe.layers.dispatch import Dispatch
+from moe.layers.moe import check_causal
 from moe.layers.positions import RelativeBias
+from moe.routing import RoutingPlan, SoftPlan
 from moe.sharding import constrain, param
 
 Stats = dict[str, MoEStats]
 """Expert load by stack ("encoder", "decoder"), each field led by the dimension Y of MoE layers."""
+
+Plans = dict[str, RoutingPlan | SoftPlan]
+"""Routing by stack, each leaf led by the dimension Y; what `MoEStats.plan` holds."""
+
+_ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,
+    "swiglu": jax.nn.silu,
+    "geglu": jax.nn.gelu,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +42,9 @@ class TransformerConfig:
     d_model: int = 256
     """M, width of a token."""
     d_hidden: int = 1024
-    """H, width inside a dense FFN and inside each expert."""
+    """H, width inside a dense FFN, and inside each expert unless d_expert says otherwise."""
+    d_expert: int | None = None
+    """Width inside each expert; None is d_hidden."""
     num_heads: int = 4
     """N, attention heads."""
     d_head: int | None = None
@@ -40,13 +54,21 @@ class TransformerConfig:
     num_decoder_layers: int = 4
     """Layers of the decoder; even."""
     num_experts: int = 8
-    """E of each MoE layer; 0 is a dense model of the same FLOPs a token (FFNs of twice d_hidden)."""
-    router: Top2 = dataclasses.field(default_factory=Top2)
-    """The gate."""
-    dispatch: Dispatch = "gather"
+    """E of each MoE layer; 0 is a dense model of the same FLOPs a token (FFNs of twice an expert)."""
+    router: Rule = dataclasses.field(default_factory=Top2)
+    """The routing rule."""
+    decoder_router: Rule | None = None
+    """The rule of the decoder, which must not look ahead; None is `router`."""
+    dispatch: Dispatch = "auto"
     """How tokens are moved to experts; the numbers are the same."""
     group_size: int = 1024
     """S, tokens that compete for the slots of an expert."""
+    activation: Literal["relu", "gelu", "swiglu", "geglu"] = "relu"
+    """Of FFNs and experts; the last two are gated and have half as many weights again."""
+    output_masking: float = 0.0
+    """Share of expert outputs masked in training (NLLB's EOM)."""
+    beside: Beside = "none"
+    """A dense FFN beside the experts: shared (DeepSeek), residual (DeepSpeed), conditional (NLLB)."""
     positions: Literal["rotary", "relative"] = "rotary"
     """How tokens know where they stand."""
     tied_embeddings: bool = True
@@ -62,6 +84,8 @@ class TransformerConfig:
                 raise UserError(
                     f"model.{name} must be at least 1: got {getattr(self, name)}. Raise it."
                 )
+        if self.d_expert is not None and self.d_expert < 1:
+            raise UserError(f"model.d_expert must be at least 1: got {self.d_expert}. Raise it.")
         for name in ("num_encoder_layers", "num_decoder_layers"):
             if getattr(self, name) < 2 or getattr(self, name) % 2:
                 raise UserError(
@@ -83,26 +107,39 @@ class TransformerConfig:
                 f"model.d_head must be even for rotary positions: got {self.head_width}. "
                 'Change it or use positions="relative".'
             )
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"model.dropout must be in [0, 1): got {self.dropout}. Lower it.")
+        for name in ("dropout", "output_masking"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(
+                    f"model.{name} must be in [0, 1): got {getattr(self, name)}. Lower it."
+                )
+        check_causal(self.decoder_router or self.router)
 
     @property
     def head_width(self) -> int:
         """D."""
         return self.d_head or self.d_model // self.num_heads
 
+    @property
+    def expert_width(self) -> int:
+        """H of an expert."""
+        return self.d_expert or self.d_hidden
+
     def block(self, *, cross_attention: bool) -> BlockConfig:
         """The layers of the encoder, or of the decoder (with cross-attention)."""
         return BlockConfig(
             d_model=self.d_model,
             d_hidden=self.d_hidden,
+            d_expert=self.expert_width,
             num_heads=self.num_heads,
             d_head=self.head_width,
             num_experts=self.num_experts,
-            router=self.router,
+            router=(cross_attention and self.decoder_router) or self.router,
             dispatch=self.dispatch,
             group_size=self.group_size,
-            activation=jax.nn.relu,
+            activation=_ACTIVATIONS[self.activation],
+            gated=self.activation in ("swiglu", "geglu"),
+            output_masking=self.output_masking,
+            beside=self.beside,
             dropout=self.dropout,
             dtype=jnp.dtype(self.dtype),
             cross_attention=cross_attention,
@@ -119,11 +156,13 @@ class DecodeCache:
         parent when beams change places.
       memory: keys and values of the source; leaves YBTND with T = source length.
       source_mask_BT: real source tokens.
+      task_B: the language tag of each row; None where it was not given.
     """
 
     own: tuple[KeyValue, ...]
     memory: tuple[KeyValue, ...]
     source_mask_BT: jax.Array
+    task_B: jax.Array | None = None
 
 
 class Stack(nnx.Module):
@@ -146,18 +185,22 @@ class Stack(nnx.Module):
         view: View,
         caches: PairCache = (None, None),
         key: jax.Array | None = None,
+        plan: RoutingPlan | SoftPlan | None = None,
     ) -> tuple[jax.Array, MoEStats | None, PairCache]:
-        """The normalised output, MoEStats with leading Y (None if dense), and the caches."""
+        """The normalised output, MoEStats with leading Y (None if dense), and the caches.
+
+        A `plan` with leading Y replaces the routing of every pair.
+        """
         graph, state_Y = nnx.split(self.pairs)
         keys_Y = None if key is None else jax.random.split(key, self.num_pairs)
 
         def one_pair(x_BLM, pair_inputs):
-            state, pair_caches, pair_key = pair_inputs
+            state, pair_caches, pair_key, pair_plan = pair_inputs
             pair = nnx.merge(graph, state)
-            x_BLM, stats, pair_caches = pair(x_BLM, view, pair_caches, pair_key)
+            x_BLM, stats, pair_caches = pair(x_BLM, view, pair_caches, pair_key, pair_plan)
             return x_BLM, (stats, pair_caches)
 
-        x_BLM, (stats_Y, caches) = jax.lax.scan(one_pair, x_BLM, (state_Y, caches, keys_Y))
+        x_BLM, (stats_Y, caches) = jax.lax.scan(one_pair, x_BLM, (state_Y, caches, keys_Y, plan))
         return self.norm(x_BLM), stats_Y, caches
 
     def memory_keys_values(self, memory_BTM: jax.Array) -> tuple[KeyValue, KeyValue]:
@@ -205,6 +248,7 @@ class Transformer(nnx.Module):
         target_segments_BL: jax.Array,
         target_positions_BL: jax.Array,
         key: jax.Array | None = None,
+        plans: Plans | None = None,
     ) -> tuple[jax.Array, Stats]:
         """Teacher-forced logits.
 
@@ -216,25 +260,34 @@ class Transformer(nnx.Module):
           target_segments_BL: as for the source; a target sees the source of its own segment.
           target_positions_BL: as for the source.
           key: randomness of training; None is deterministic, dropless evaluation.
+          plans: routing to follow in place of the routers', for the stacks that it names. After
+            `set_attributes(capture_plan=True)` a call's statistics hold its own.
 
         Returns:
           logits_BLV in float32, and the expert load of both stacks (empty for a dense model).
         """
         encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
+        plans = plans or {}
         memory_BTM, encoder_stats = self.encode(
-            source_BL, source_segments_BL, source_positions_BL, key=encoder_key
+            source_BL,
+            source_segments_BL,
+            source_positions_BL,
+            key=encoder_key,
+            plan=plans.get("encoder"),
         )
         length = target_in_BL.shape[1]
         causal_LT = jnp.tril(jnp.ones((length, length), bool))
         view = View(
             mask_BLT=_same_segment(target_segments_BL, target_segments_BL) & causal_LT,
             token_mask_BL=target_segments_BL > 0,
+            token_BL=target_in_BL,
+            task_BL=_tags(source_BL, source_segments_BL, target_segments_BL),
             memory_BTM=memory_BTM,
             memory_mask_BLT=_same_segment(target_segments_BL, source_segments_BL),
             **self._positions("decoder", target_positions_BL, target_positions_BL),
         )
         x_BLM, keys = self._embed(target_in_BL, decoder_key)
-        x_BLM, decoder_stats, _ = self.decoder(x_BLM, view, key=keys)
+        x_BLM, decoder_stats, _ = self.decoder(x_BLM, view, key=keys, plan=plans.get("decoder"))
         return self._logits(x_BLM), encoder_stats | _stats("decoder", decoder_stats)
 
     def encode(
@@ -244,27 +297,43 @@ class Transformer(nnx.Module):
         source_positions_BL: jax.Array,
         *,
         key: jax.Array | None = None,
+        plan: RoutingPlan | SoftPlan | None = None,
     ) -> tuple[jax.Array, Stats]:
         """The encoder's output, memory_BTM, and its expert load; arguments as in `__call__`."""
         view = View(
             mask_BLT=_same_segment(source_segments_BL, source_segments_BL),
             token_mask_BL=source_segments_BL > 0,
+            token_BL=source_BL,
+            task_BL=_tags(source_BL, source_segments_BL, source_segments_BL),
             **self._positions("encoder", source_positions_BL, source_positions_BL),
         )
         x_BLM, key = self._embed(source_BL, key)
-        memory_BTM, stats, _ = self.encoder(x_BLM, view, key=key)
+        memory_BTM, stats, _ = self.encoder(x_BLM, view, key=key, plan=plan)
         return memory_BTM, _stats("encoder", stats)
 
     def start_decoding(
-        self, memory_BTM: jax.Array, source_segments_BT: jax.Array, *, max_length: int
+        self,
+        memory_BTM: jax.Array,
+        source_segments_BT: jax.Array,
+        *,
+        max_length: int,
+        source_BT: jax.Array | None = None,
     ) -> DecodeCache:
-        """An empty cache for `max_length` target tokens, with the memory's keys and values in it."""
+        """An empty cache for `max_length` target tokens, with the memory's keys and values in it.
+
+        Task routing in the decoder needs the source tokens, one sentence a row, for their tags.
+        """
         memory = self.decoder.memory_keys_values(memory_BTM)
         c = self.config
         shape = (self.decoder.num_pairs, len(memory_BTM), max_length, c.num_heads, c.head_width)
         empty = jnp.zeros(shape, memory_BTM.dtype)
         own = (KeyValue(empty, empty), KeyValue(empty, empty))
-        return DecodeCache(own=own, memory=memory, source_mask_BT=source_segments_BT > 0)
+        return DecodeCache(
+            own=own,
+            memory=memory,
+            source_mask_BT=source_segments_BT > 0,
+            task_B=None if source_BT is None else source_BT[:, 0],
+        )
 
     def decode_step(
         self, token_B: jax.Array, step: jax.Array, cache: DecodeCache
@@ -283,6 +352,8 @@ class Transformer(nnx.Module):
         positions_BT = jnp.broadcast_to(jnp.arange(max_length), (batch, max_length))
         view = View(
             mask_BLT=(positions_BT <= step)[:, None],
+            token_BL=token_B[:, None],
+            task_BL=None if cache.task_B is None else cache.task_B[:, None],
             memory_mask_BLT=cache.source_mask_BT[:, None],
             step=step,
             **self._positions("decoder", jnp.full((batch, 1), step), positions_BT),
@@ -324,6 +395,12 @@ class Transformer(nnx.Module):
 def _same_segment(query_BL: jax.Array, key_BT: jax.Array) -> jax.Array:
     """mask_BLT: True where both are real tokens of one segment."""
     return (query_BL[:, :, None] == key_BT[:, None, :]) & (key_BT > 0)[:, None, :]
+
+
+def _tags(source_BT, source_segments_BT, segments_BL) -> jax.Array:
+    """task_BL: the first source token of each token's segment, which is its language tag."""
+    first_BL = jnp.argmax(segments_BL[:, :, None] == source_segments_BT[:, None, :], axis=-1)
+    return jnp.take_along_axis(source_BT, first_BL, axis=1)
 
 
 def _stats(stack: str, stats: MoEStats | None) -> Stats:

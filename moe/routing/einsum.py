@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from moe.routing.plan import RoutingPlan
+from moe.routing.plan import RoutingPlan, SoftPlan
 
 
-def einsum_dispatch(plan: RoutingPlan, x_GSM: jax.Array) -> jax.Array:
+def einsum_dispatch(plan: RoutingPlan | SoftPlan, x_GSM: jax.Array) -> jax.Array:
     """Copies each kept token into its slots; an empty slot is zero. Returns x_GECM.
 
     Work and memory are O(G * S * E * C) beside the tokens: use it to read and to compare.
@@ -22,7 +22,7 @@ def einsum_dispatch(plan: RoutingPlan, x_GSM: jax.Array) -> jax.Array:
     return jnp.einsum("GSEC,GSM->GECM", mask_GSEC, x_GSM, precision=jax.lax.Precision.HIGHEST)
 
 
-def einsum_combine(plan: RoutingPlan, y_GECM: jax.Array) -> jax.Array:
+def einsum_combine(plan: RoutingPlan | SoftPlan, y_GECM: jax.Array) -> jax.Array:
     """Adds up each token's expert outputs, weighted by its gates. Returns y_GSM in y's type.
 
     A token none of whose choices was kept gets zeros. Sums in float32.

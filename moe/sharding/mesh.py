@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from moe.errors import UserError
 
-AXES = ("data", "expert")
+AXES = ("data", "expert", "model")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,9 +19,11 @@ class MeshConfig:
     """How many devices each mesh axis has; together they use every device."""
 
     data: int | None = None
-    """Devices along which the batch alone is split; None is all that `expert` leaves."""
+    """Devices along which the batch alone is split; None is all that the others leave."""
     expert: int = 1
     """Devices along which experts are split; tokens are split over them too."""
+    model: int = 1
+    """Devices along which the inside of FFNs, experts and attention is split: tensor parallelism."""
 
     def __post_init__(self):
         for axis in AXES:
@@ -38,12 +41,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
       UserError: the mesh does not use exactly the devices there are.
     """
     devices = jax.devices() if devices is None else devices
-    data = len(devices) // config.expert if config.data is None else config.data
-    if data * config.expert != len(devices):
+    data = len(devices) // (config.expert * config.model) if config.data is None else config.data
+    sizes = (data, config.expert, config.model)
+    if math.prod(sizes) != len(devices):
         raise UserError(
-            f"mesh must fit the devices: got data={config.data or 'any'} x expert={config.expert} for "
-            f"{len(devices)} attached device(s). Change --mesh.data or --mesh.expert (on CPU, "
+            f"mesh must fit the devices: got data={config.data or 'any'} x expert={config.expert} x "
+            f"model={config.model} for {len(devices)} attached device(s). Change --mesh.data, "
+            "--mesh.expert or --mesh.model (on CPU, "
             "XLA_FLAGS=--xla_force_host_platform_device_count=N simulates N devices)."
         )
     types = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh((data, config.expert), AXES, axis_types=types, devices=devices)
+    return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)

@@ -18,6 +18,7 @@ LOAD_FIELDS = {
     "mean_prob": "mean_prob_E",
     "entropy": "entropy",
     "num_tokens": "num_tokens",
+    "num_unrouted": "num_unrouted",
 }
 
 
@@ -42,6 +43,7 @@ class RunLogs:
         """One line of load.jsonl: the load of every expert of every MoE layer."""
         stacks: dict[str, dict[str, Any]] = {
             stack: {name: getattr(load, field).tolist() for name, field in LOAD_FIELDS.items()}
+            | {"dispatch": load.dispatch and ": ".join(load.dispatch)}
             for stack, load in jax.device_get(stats).items()
         }
         if stacks:

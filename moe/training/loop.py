@@ -118,8 +118,15 @@ class _Trainer:
         self.train_step = make_train_step(graph, optimizer, config.objective)
         self.eval_step = make_eval_step(graph)
         self.step = 0
+        # Beside the state and not in it, so that a drop band can be set or taken away in a running run.
+        adapts = config.objective.drop_band is not None
+        start = np.float32(config.objective.balance_weight)
+        self.balance_weight: jax.typing.ArrayLike | None = start if adapts else None
         if (step := checkpoints.latest()) is not None:
             self.state, data_state = checkpoints.restore(step, self._like_state())
+            saved = data_state.pop("balance_weight", None)
+            if adapts and saved is not None:
+                self.balance_weight = np.float32(saved)
             self.batches.set_state(data_state)
             self.step = step
         self.logs = RunLogs(run.path, step=self.step)
@@ -136,8 +143,9 @@ class _Trainer:
             window = _Window()
             while self.step < config.steps and not stop:
                 self.state, metrics, stats = self.train_step(
-                    self.state, self._on_devices(next(self.batches)), self.key
+                    self.state, self._on_devices(next(self.batches)), self.key, self.balance_weight
                 )
+                self.balance_weight = metrics.get("balance_weight", self.balance_weight)
                 self.step += 1
                 window.add(metrics)
                 if self.step % config.log_every == 0 or self.step == config.steps:
@@ -196,9 +204,10 @@ class _Trainer:
             self._save(None)
 
     def _save(self, validation_loss: float | None) -> None:
-        self.checkpoints.save(
-            self.step, self.state, self.batches.get_state(), validation_loss=validation_loss
-        )
+        data_state = self.batches.get_state()
+        if self.balance_weight is not None:
+            data_state |= {"balance_weight": float(np.asarray(self.balance_weight))}
+        self.checkpoints.save(self.step, self.state, data_state, validation_loss=validation_loss)
 
     def _like_state(self) -> TrainState:
         """Shapes and places of the state, for a restore onto this mesh."""

@@ -69,7 +69,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             b1=config.beta1,
             b2=config.beta2,
             weight_decay=config.weight_decay,
-            mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+            mask=_has_matrices,
         )
     elif config.name == "muon":
         rule = optax.contrib.muon(
@@ -86,6 +86,22 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         )
     clipped = optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
     return optax.apply_if_finite(clipped, max_consecutive_errors=2**30)
+
+
+def _has_matrices(params: nnx.State) -> nnx.State:
+    """Which parameters are matrices, once layers and experts are taken one by one; vectors are not.
+
+    By the dimensions that a parameter names. One that names none (a norm's scale) is a vector,
+    stacked or not.
+    """
+
+    def read(param) -> bool:
+        if not isinstance(param, nnx.Variable):
+            return param.ndim > 1
+        dims = param.get_metadata().get("out_sharding") or ()
+        return len([dim for dim in dims if dim not in ("layers", "experts")]) > 1
+
+    return jax.tree.map(read, params, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
 
 def _matrices(params: nnx.State) -> nnx.State:

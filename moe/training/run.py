@@ -6,11 +6,13 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
@@ -21,7 +23,7 @@ from moe.models import Transformer, TransformerConfig
 from moe.training.checkpoint import Checkpoints
 from moe.training.config import TrainConfig
 from moe.training.optimizer import make_optimizer
-from moe.training.step import init_state
+from moe.training.step import TrainState, init_state
 
 # What may change when a run goes on: how long, where, what is recorded, and what `moe analyze` advises
 # to change in a run under way. The rest defines what is learnt from which batches.
@@ -107,16 +109,53 @@ def start_run(config: TrainConfig, pairs: Pairs) -> Run:
         run = dataclasses.replace(run, config=config)
     else:
         run = Run(path, config, _new_tokenizer(path, config, pairs))
-    text = {"tokenizer_sha256": run.tokenizer.fingerprint, "config": _as_json(config)}
-    write_atomically(path / "config.json", json.dumps(text, indent=2, ensure_ascii=False) + "\n")
+    _write_config(run)
     return run
+
+
+def begin_run(config: TrainConfig, *, tokenizer_of: Run, params: nnx.State, data_state: Any) -> Run:
+    """Makes the run folder of `config` with a checkpoint at step 0 of parameters made elsewhere.
+
+    Args:
+      config: the new run, with the tokenizer and the data of `tokenizer_of`.
+      tokenizer_of: the run whose tokenizer the parameters were trained with.
+      params: the model's state.
+      data_state: where the batches go on, as in a checkpoint.
+
+    Raises:
+      UserError: the folder holds a run, or something else.
+    """
+    path = Path(config.run_dir)
+    if (path / "config.json").exists() or _has_begun(path):
+        raise UserError(
+            f"run_dir must be new or empty: got {path}, which holds a run. Choose another folder."
+        )
+    _make_folder(path)
+    shutil.copyfile(tokenizer_of.path / "tokenizer.model", path / "tokenizer.model")
+    run = Run(path, config, tokenizer_of.tokenizer)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer.init(params)
+    )
+    checkpoints = run.checkpoints()
+    checkpoints.save(0, state, data_state, validation_loss=None)
+    checkpoints.close()
+    _write_config(run)  # last, so that a killed process leaves nothing that looks like a run
+    return run
+
+
+def _write_config(run: Run) -> None:
+    document = {"tokenizer_sha256": run.tokenizer.fingerprint, "config": _as_json(run.config)}
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(run.path / "config.json", text)
 
 
 def _has_begun(path: Path) -> bool:
     return any(entry.name.isdigit() for entry in path.glob("checkpoints/*"))
 
 
-def _new_tokenizer(path: Path, config: TrainConfig, pairs: Pairs) -> Tokenizer:
+def _make_folder(path: Path) -> None:
+    """Makes the folder of a run; one that holds anything else than a run is refused."""
     others = {entry.name for entry in path.glob("*")} - FILES
     if others:
         raise UserError(
@@ -130,6 +169,10 @@ def _new_tokenizer(path: Path, config: TrainConfig, pairs: Pairs) -> Tokenizer:
             f"run_dir must be a folder that can be made: got {path} ({error.strerror}). "
             "Choose another --run-dir."
         ) from error
+
+
+def _new_tokenizer(path: Path, config: TrainConfig, pairs: Pairs) -> Tokenizer:
+    _make_folder(path)
     return train_tokenizer(
         pairs,
         config.tokenizer,
@@ -179,13 +222,19 @@ def load_model(run: Run, checkpoint: str = "best") -> tuple[Transformer, int]:
     Raises:
       UserError: no such checkpoint, or one that is damaged.
     """
+    graph, state, _ = read_checkpoint(run, checkpoint)
+    return nnx.merge(graph, state.params), int(state.step)
+
+
+def read_checkpoint(run: Run, checkpoint: str) -> tuple[nnx.GraphDef, TrainState, Any]:
+    """The model's structure, its state and where its data go on; arguments as for `load_model`."""
     checkpoints = run.checkpoints()
     step = _chosen_step(checkpoints, checkpoint, run)
     optimizer = make_optimizer(run.config.optimizer, run.config.steps)
     graph, state = init_state(run.model_config, optimizer, seed=run.config.seed)
-    state, _ = checkpoints.restore(step, state)
+    state, data_state = checkpoints.restore(step, state)
     checkpoints.close()
-    return nnx.merge(graph, state.params), step
+    return graph, state, data_state
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -13,9 +13,16 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from moe.data import Batch
+from moe.layers import update_router_biases
 from moe.models import Stats, Transformer, TransformerConfig
 from moe.sharding import partition_spec, shardings
-from moe.training.objective import ObjectiveConfig, cross_entropy, router_losses, total_loss
+from moe.training.objective import (
+    ObjectiveConfig,
+    cross_entropy,
+    next_balance_weight,
+    router_losses,
+    total_loss,
+)
 
 Metrics = dict[str, jax.Array]
 
@@ -66,8 +73,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 def make_train_step(
     graph: nnx.GraphDef, optimizer: optax.GradientTransformation, objective: ObjectiveConfig
-) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics, Stats]]:
-    """The compiled step `(state, batch, key) -> (state, metrics, expert load)`; `state` is donated.
+) -> Callable[..., tuple[TrainState, Metrics, Stats]]:
+    """The compiled step `(state, batch, key, balance_weight=None) -> (state, metrics, expert load)`.
+
+    `state` is donated. `balance_weight` replaces the objective's, where a drop band adapts it; the
+    weight for the next step is then among the metrics.
 
     The key is folded with the step, so a resumed run draws what an uninterrupted one would have.
     Metrics: loss (cross-entropy, smoothed as configured, nats a token), aux_loss, z_loss, drop_rate,
@@ -75,7 +85,7 @@ def make_train_step(
     gradient was not finite, in all and up to now).
     """
 
-    def loss_of(params, batch: Batch, key):
+    def loss_of(params, batch: Batch, key, balance_weight):
         logits_BLV, stats = forward(graph, params, batch, key)
         mask_BL = jnp.asarray(batch.target_segments_BL) > 0
         loss = cross_entropy(
@@ -86,20 +96,27 @@ def make_train_step(
         )
         routers = router_losses(stats)
         metrics = {"loss": loss, "num_tokens": jnp.sum(mask_BL), **routers}
-        return total_loss(loss, routers, objective), (metrics, stats)
+        return total_loss(loss, routers, objective, balance_weight), (metrics, stats)
 
-    def step(state: TrainState, batch: Batch, key: jax.Array):
+    def step(state: TrainState, batch: Batch, key: jax.Array, balance_weight=None):
         key = jax.random.fold_in(key, state.step)
-        grads, (metrics, stats) = jax.grad(loss_of, has_aux=True)(state.params, batch, key)
+        grads, (metrics, stats) = jax.grad(loss_of, has_aux=True)(
+            state.params, batch, key, balance_weight
+        )
+        if balance_weight is not None and "drop_rate" in metrics:
+            metrics["balance_weight"] = next_balance_weight(
+                balance_weight, metrics["drop_rate"], objective
+            )
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         metrics |= {
             "grad_norm": optax.tree.norm(grads),
             "skipped": optimizer_state.total_notfinite,
             "skipped_in_a_row": optimizer_state.notfinite_count,
         }
+        params = optax.apply_updates(state.params, updates)
         state = TrainState(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
+            params=update_router_biases(params, state.params, stats),
             optimizer=optimizer_state,
         )
         return state, metrics, stats

@@ -55,7 +55,7 @@ class CopyModel(nnx.Module):
     def encode(self, source_BL, segments_BL, positions_BL, *, key=None):
         return source_BL[:, :, None], {}
 
-    def start_decoding(self, memory_BTM, segments_BT, *, max_length):
+    def start_decoding(self, memory_BTM, segments_BT, *, max_length, source_BT):
         source_YBT = jnp.pad(memory_BTM[None, :, :, 0], ((0, 0), (0, 0), (0, max_length)))
         return DecodeCache(own=(), memory=source_YBT, source_mask_BT=segments_BT > 0)
 

@@ -21,9 +21,13 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 EXECUTED = {
     "README.md": (),
     "docs/data.md": (),
+    "docs/parity.md": (),
+    "docs/routing.md": (),
+    "docs/three-ways-to-use.md": (),
     "docs/tutorial-add-a-layer.md": (),
     "docs/tutorial-analyse.md": ("runs/balanced/load.html", "load.html"),
     "docs/tutorial-train.md": ("runs/own/evaluation.json", "runs/own/checkpoints/400"),
+    "docs/tutorial-upcycle.md": ("runs/sparse/checkpoints/60",),
 }
 
 
@@ -93,7 +97,13 @@ def fields_of(cls: type, prefix: str = "") -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_options_that_a_page_names_exist(page):
-    commands = (TrainConfig, cli.TranslateArguments, cli.EvaluateArguments, cli.AnalyzeArguments)
+    commands = (
+        TrainConfig,
+        cli.TranslateArguments,
+        cli.EvaluateArguments,
+        cli.AnalyzeArguments,
+        cli.UpcycleArguments,
+    )
     known = {name for command in commands for name in fields_of(command)}
     known |= {"help", "xla_force_host_platform_device_count"}
     for option in re.findall(

@@ -1,4 +1,4 @@
-"""Both dispatch back-ends beside the oracle and beside each other, in values and gradients."""
+"""The dispatch back-ends beside the oracle and beside each other, in values and gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from tests.routing.compiled import top2
 
 G, S, E, C, M, H = 3, 13, 5, 4, 11, 7
 
-BACK_ENDS = {
+SLOT_BACK_ENDS = {
     "einsum": (routing.einsum_dispatch, routing.einsum_combine),
     "gather": (routing.gather_dispatch, routing.gather_combine),
 }
-each_back_end = pytest.mark.parametrize("back_end", BACK_ENDS)
+each_slot_back_end = pytest.mark.parametrize("back_end", SLOT_BACK_ENDS)
+each_back_end = pytest.mark.parametrize("back_end", [*SLOT_BACK_ENDS, "sorted"])
 
 
 @dataclass(frozen=True)
@@ -58,23 +59,27 @@ def case() -> Case:
 
 def moe_layer(back_end: str, x_GSM, router_ME, wi_EMH, wo_EHM, *, capacity=C, **options):
     """Algorithm 2 of the paper, from the functions under test."""
-    dispatch, combine = BACK_ENDS[back_end]
     plan = routing.top2(x_GSM @ router_ME, capacity=capacity, second_policy="all", **options)
+    if back_end == "sorted":
+        x_RM, group_sizes_E = routing.sorted_dispatch(plan, x_GSM)
+        h_RH = jax.nn.relu(routing.grouped_product(x_RM, wi_EMH, group_sizes_E))
+        return routing.sorted_combine(plan, routing.grouped_product(h_RH, wo_EHM, group_sizes_E))
+    dispatch, combine = SLOT_BACK_ENDS[back_end]
     h_GECH = jax.nn.relu(jnp.einsum("GECM,EMH->GECH", dispatch(plan, x_GSM), wi_EMH))
     return combine(plan, jnp.einsum("GECH,EHM->GECM", h_GECH, wo_EHM))
 
 
-@each_back_end
+@each_slot_back_end
 def test_dispatch_puts_each_token_into_its_slot_and_zeros_elsewhere(back_end, case):
-    x_GECM = jax.jit(BACK_ENDS[back_end][0])(case.plan, case.x_GSM)
+    x_GECM = jax.jit(SLOT_BACK_ENDS[back_end][0])(case.plan, case.x_GSM)
     # A copy, not a computation: equal to the last bit.
     np.testing.assert_array_equal(x_GECM, oracle.dispatch(case.x_GSM, case.expected.choices, E))
 
 
-@each_back_end
+@each_slot_back_end
 def test_combine_weighs_what_the_slots_hold(back_end, case):
     y_GECM = np.random.default_rng(1).normal(size=(G, E, C, M)).astype(np.float32)
-    y_GSM = jax.jit(BACK_ENDS[back_end][1])(case.plan, y_GECM)
+    y_GSM = jax.jit(SLOT_BACK_ENDS[back_end][1])(case.plan, y_GECM)
     expected_GSM = oracle.combine(y_GECM, case.expected.choices, case.expected.gate_GSK)
     np.testing.assert_allclose(y_GSM, expected_GSM, rtol=1e-5, atol=1e-6)
     assert not y_GSM[~np.asarray(case.plan.kept_GSK).any(-1)].any()
@@ -151,9 +156,9 @@ def test_back_ends_agree_under_vmap_and_jit(case):
     )
 
 
-@each_back_end
+@each_slot_back_end
 def test_bfloat16_tokens_are_dispatched_unchanged_and_combined_in_bfloat16(back_end, case):
-    dispatch, combine = BACK_ENDS[back_end]
+    dispatch, combine = SLOT_BACK_ENDS[back_end]
     x_GSM = jnp.asarray(case.x_GSM, jnp.bfloat16)
     x_GECM = jax.jit(dispatch)(case.plan, x_GSM)
     assert x_GECM.dtype == jnp.bfloat16
@@ -168,30 +173,33 @@ def test_bfloat16_tokens_are_dispatched_unchanged_and_combined_in_bfloat16(back_
     np.testing.assert_allclose(y_GSM.astype(jnp.float32), expected_GSM, rtol=0, atol=0.03)
 
 
-def test_gradients_of_bfloat16_tokens_agree_between_back_ends(case):
+@pytest.mark.parametrize("index_back_end", ["gather", "sorted"])
+def test_gradients_of_bfloat16_tokens_agree_between_back_ends(case, index_back_end):
     def grads(back_end):
-        dispatch, combine = BACK_ENDS[back_end]
-
         def objective(x_GSM, logits_GSE):
             plan = routing.top2(logits_GSE, capacity=C, second_policy="all", **case.masks)
-            y_GSM = combine(plan, 2 * dispatch(plan, x_GSM))
+            if back_end == "sorted":
+                y_GSM = routing.sorted_combine(plan, 2 * routing.sorted_dispatch(plan, x_GSM)[0])
+            else:
+                dispatch, combine = SLOT_BACK_ENDS[back_end]
+                y_GSM = combine(plan, 2 * dispatch(plan, x_GSM))
             return jnp.sum(y_GSM.astype(jnp.float32) ** 2)
 
         x_GSM = jnp.asarray(case.x_GSM, jnp.bfloat16)
         return jax.jit(jax.grad(objective, argnums=(0, 1)))(x_GSM, case.x_GSM @ case.router_ME)
 
-    for ours, theirs in zip(grads("einsum"), grads("gather"), strict=True):
+    for ours, theirs in zip(grads("einsum"), grads(index_back_end), strict=True):
         assert ours.dtype == theirs.dtype
         ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
         # Both round to 8 bits here and there: 2 % of the largest.
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.02 * np.abs(ours).max())
 
 
-@each_back_end
+@each_slot_back_end
 def test_a_token_that_lost_its_first_expert_still_sends_gradient_through_the_second(back_end):
     # Both tokens prefer expert 0, which has one slot; token 1 keeps expert 1 with gate 0.4.
     logits_GSE = jnp.log(jnp.array([[[0.6, 0.1, 0.3], [0.6, 0.4, 1e-9]]]))
-    dispatch, combine = BACK_ENDS[back_end]
+    dispatch, combine = SLOT_BACK_ENDS[back_end]
 
     def output_of_token_1(x_GSM):
         plan = routing.top2(logits_GSE, capacity=1, second_policy="all")
@@ -201,10 +209,10 @@ def test_a_token_that_lost_its_first_expert_still_sends_gradient_through_the_sec
     np.testing.assert_allclose(grad_GSM, [[[0, 0, 0], [0.4, 0.4, 0.4]]], rtol=1e-5)
 
 
-@each_back_end
+@each_slot_back_end
 def test_an_underflowed_gate_still_gives_its_slot_the_token(back_end):
     plan = top2(np.array([[[200.0, 50, 0]]]), capacity=1, second_policy="all")
-    x_GECM = BACK_ENDS[back_end][0](plan, jnp.full((1, 1, 2), 3.0))
+    x_GECM = SLOT_BACK_ENDS[back_end][0](plan, jnp.full((1, 1, 2), 3.0))
     assert x_GECM.tolist() == [[[[3, 3]], [[3, 3]], [[0, 0]]]]
 
 
@@ -222,7 +230,9 @@ def all_shapes(jaxpr) -> set[tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize(("back_end", "is_dense"), [("einsum", True), ("gather", False)])
+@pytest.mark.parametrize(
+    ("back_end", "is_dense"), [("einsum", True), ("gather", False), ("sorted", False)]
+)
 def test_only_the_einsum_back_end_builds_an_array_over_tokens_experts_and_slots(back_end, is_dense):
     # Sizes for which tokens * experts * slots of a single group (13 * 5 * 7) exceed every array
     # that is allowed, the largest being the choices (3 * 13 * 2 * 5); hence one channel.
@@ -237,3 +247,37 @@ def test_only_the_einsum_back_end_builds_an_array_over_tokens_experts_and_slots(
     assert (G, S, E) in shapes
     dense = {shape for shape in shapes if np.prod(shape) >= S * E * 7}
     assert bool(dense) == is_dense, dense
+
+
+def test_sorted_dispatch_gives_each_expert_its_kept_tokens_in_order(case):
+    x_RM, group_sizes_E = jax.jit(routing.sorted_dispatch)(case.plan, case.x_GSM)
+    choices = case.expected.choices
+    rows = [
+        case.x_GSM[g, s]
+        for e in range(E)
+        for g, s, k in np.ndindex(G, S, 2)
+        if choices.kept_GSK[g, s, k] and choices.expert_GSK[g, s, k] == e
+    ]
+    np.testing.assert_array_equal(group_sizes_E, case.plan.load().kept_E)
+    np.testing.assert_array_equal(x_RM[: len(rows)], rows)
+    assert len(rows) < len(x_RM) == G * S * 2
+    assert not x_RM[len(rows) :].any()
+
+
+@pytest.mark.parametrize(
+    ("back_end", "is_dense"), [("einsum", True), ("gather", False), ("sorted", False)]
+)
+def test_the_compiled_step_of_an_index_back_end_needs_memory_for_the_rows_alone(back_end, is_dense):
+    """Dropless, where C = S and the one-hot tensors of the einsum form are largest."""
+    tokens, experts, width = 128, 32, 3
+    x_GSM, router_ME = jnp.ones((1, tokens, width)), jnp.ones((width, experts))
+    weights = jnp.ones((experts, width, width)), jnp.ones((experts, width, width))
+
+    def objective(*arguments):
+        return moe_layer(back_end, *arguments, capacity=tokens).sum()
+
+    step = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2, 3)))
+    used = step.lower(x_GSM, router_ME, *weights).compile().memory_analysis().temp_size_in_bytes
+    one_hot = tokens * experts * tokens * 4  # one float32 tensor of S * E * C: 2 MiB
+    # Slots of the gather form: E * S * M in and out of two products, their gradients, the indices.
+    assert (used > one_hot) if is_dense else (used < one_hot / 2), used

@@ -37,6 +37,7 @@ def stats(aux_Y, dropped_YE) -> MoEStats:
     return MoEStats(
         aux_loss=jnp.asarray(aux_Y),
         z_loss=2 * jnp.asarray(aux_Y),
+        budget_loss=3 * jnp.asarray(aux_Y),
         assigned_E=dropped_YE + 8,
         kept_E=jnp.full_like(dropped_YE, 8),
         dropped_E=dropped_YE,
@@ -53,9 +54,9 @@ def test_router_losses_are_averaged_over_all_layers_of_both_stacks():
     # (1 + 2 + 3) / 3, and 8 dropped of 6 * 8 kept + 8.
     np.testing.assert_allclose([losses["aux_loss"], losses["z_loss"]], [2.0, 4.0])
     np.testing.assert_allclose(losses["drop_rate"], 8 / 56)
-    config = ObjectiveConfig(balance_weight=0.1, z_weight=0.01)
+    config = ObjectiveConfig(balance_weight=0.1, z_weight=0.01, budget_weight=0.001)
     np.testing.assert_allclose(
-        total_loss(jnp.asarray(5.0), losses, config), 5.0 + 0.2 + 0.04, rtol=1e-6
+        total_loss(jnp.asarray(5.0), losses, config), 5.0 + 0.2 + 0.04 + 0.006, rtol=1e-6
     )
 
 

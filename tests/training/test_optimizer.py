@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from moe.errors import UserError
+from moe.models import Transformer, TransformerConfig
 from moe.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 
 
@@ -52,6 +54,21 @@ def test_weight_decay_leaves_vectors_alone():
     updates, _ = optimizer.update(zero, state, params)
     np.testing.assert_allclose(updates["matrix"], -0.1 * 0.5, rtol=1e-6)
     np.testing.assert_array_equal(updates["vector"], 0)
+
+
+def test_weight_decay_leaves_the_vectors_of_stacked_layers_and_experts_alone():
+    model = Transformer(TransformerConfig(d_model=8, d_hidden=12, num_heads=2), rngs=nnx.Rngs(0))
+    params = nnx.state(model)
+    config = OptimizerConfig(weight_decay=0.5, schedule="constant", warmup_steps=1)
+    optimizer = make_optimizer(config, 10)
+    state = optimizer.init(params)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    _, state = optimizer.update(zero, state, params)  # the learning rate of step 0 is 0
+    updates, _ = optimizer.update(zero, state, params)
+    layer = updates["encoder"]["pairs"]["sparse"]
+    assert not layer["ffn_norm"]["scale"][...].any()  # [Y, M]
+    for decayed in (layer["ffn"]["experts"]["wi_EMH"], layer["ffn"]["router"]["kernel_ME"]):
+        assert decayed[...].any()
 
 
 @pytest.mark.parametrize(
