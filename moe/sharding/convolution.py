@@ -44,9 +44,9 @@ def split_convolution(
       UserError: `dim` is no spatial dimension, the axis is none of the mesh's, or padding is negative.
 
     Source: Xu et al. 2021, GSPMD (arXiv:2105.04663), section 4.3, does this in the compiler, and so
-    does `split` before `jax.lax.conv_general_dilated`: good where every size divides. We do it by hand
-    because else XLA's version may give wrong kernel gradients (jax 0.10.2: 8 rows over 8 devices
-    with stride 2, so that some devices have no row of the result).
+    does `split` before `jax.lax.conv_general_dilated`: good where x and result divide. We do it by hand
+    because else XLA's version may give wrong kernel gradients (up to jax 0.11.2, on CPU: 8 rows over
+    8 devices with stride 2, so that some devices have no row of the result).
     """
     letters_x, letters_kernel, letters_y = dimension_numbers
     spatial = [letter for letter in letters_x if letter not in "NC"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe import cli
+from moe.bench import LayerBenchOptions
 from moe.training import TrainConfig
 
 ROOT = Path(__file__).parent.parent.parent
@@ -23,6 +24,7 @@ EXECUTED = {
     "docs/data.md": (),
     "docs/parity.md": (),
     "docs/routing.md": (),
+    "docs/sharding.md": (),
     "docs/three-ways-to-use.md": (),
     "docs/tutorial-add-a-layer.md": (),
     "docs/tutorial-analyse.md": ("runs/balanced/load.html", "load.html"),
@@ -103,6 +105,7 @@ def test_options_that_a_page_names_exist(page):
         cli.EvaluateArguments,
         cli.AnalyzeArguments,
         cli.UpcycleArguments,
+        LayerBenchOptions,
     )
     known = {name for command in commands for name in fields_of(command)}
     known |= {"help", "xla_force_host_platform_device_count"}

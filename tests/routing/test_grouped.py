@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moe.errors import UserError
-from moe.routing import ExpertWeights, grouped, grouped_ffn, grouped_product
+from moe.routing import ExpertWeights, blocks, grouped_ffn, grouped_product
 from tests import oracle
 
 # M is a multiple of 8, as the product of few rows asks for; R is enough for blocks of every kind.
@@ -157,7 +157,7 @@ def test_blocks_hold_each_row_once_and_little_else(num_rows, num_experts):
     @jax.jit
     def counts(group_sizes_E):
         zeros = jnp.zeros(num_rows, jnp.int32), jnp.zeros((), jnp.int32)
-        return grouped._for_each_block(group_sizes_E, num_rows, count, zeros)
+        return blocks.for_each_block(group_sizes_E, num_rows, count, zeros)
 
     rng = np.random.default_rng(num_rows)
     for skew in (0, 1, 3):
@@ -332,9 +332,7 @@ def test_unknown_and_missing_implementations_are_told():
     with pytest.raises(UserError, match=r"one of \('auto', 'blocked', .*: got 'fast'"):
         grouped_product(x_RM, w_EMH, group_sizes_E, implementation="fast")
     if importlib.util.find_spec("tokamax") is None:
-        with pytest.raises(
-            UserError, match="got 'tokamax', which is not. Run `pip install tokamax`"
-        ):
+        with pytest.raises(UserError, match="got 'tokamax', which is not"):
             grouped_product(x_RM, w_EMH, group_sizes_E, implementation="tokamax")
 
 

@@ -53,6 +53,8 @@ def test_groups_keep_after_the_exchange_what_experts_leave():
         assert current_layout()["exchanged_groups"] == ("rows",)
     with layout({"groups": ("rows", "cols"), "exchanged_groups": None}):
         assert current_layout()["exchanged_groups"] == ()
+        with layout({"hidden": None}):
+            assert current_layout()["exchanged_groups"] == ()
 
 
 def test_a_dimension_of_the_users_own_is_named_by_a_layout(mesh):

@@ -85,7 +85,7 @@ def layouts(draw):
     return draw(st.sampled_from(["auto", "einsum"])), MeshConfig(**sizes), rules
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=layouts())
 def test_values_gradients_and_one_optimizer_step_are_those_of_one_device(case):
     dispatch, config, rules = case
