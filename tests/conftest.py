@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 # Most of the suite's time is compilation, so the compiler may be lazy.
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -12,3 +14,10 @@ os.environ.setdefault(
 CACHE = Path(__file__).parent.parent / ".cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+
+
+def pytest_collection_modifyitems(items):
+    """Under pytest-xdist the tests of a file share a worker and so its fixtures; a page is on its own."""
+    for item in items:
+        page = item.name if item.name.startswith("test_the_code_of_a_page_runs") else ""
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.name}{page}"))

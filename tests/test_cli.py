@@ -205,7 +205,7 @@ MISTAKES = [
     (["evaluate", "run", "--directions", "en-xx"], "en-xx"),
     (["evaluate", "run", "--split", "tset"], "split must be .* got 'tset'"),
     (["analyze", "absent"], "run must be a folder made by `moe train`: got absent"),
-    (["fly"], "command must be one of train, translate, evaluate, analyze: got 'fly'"),
+    (["fly"], "command must be one of train, translate, evaluate, analyze, .*: got 'fly'"),
 ]
 
 

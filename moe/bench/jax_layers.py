@@ -112,16 +112,28 @@ def _case(
 
     def loss(leaves, x_BLM, cotangent_BLM):
         y_BLM, losses, _ = call(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), x_BLM)
-        return jnp.sum(y_BLM * cotangent_BLM, dtype=jnp.float32) + losses
+        return jnp.sum(y_BLM * cotangent_BLM, dtype=jnp.float32) + losses, y_BLM
+
+    def step(leaves, x_BLM, cotangent_BLM, _):
+        # The output is returned, or XLA would leave out the product that only it needs.
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(leaves, x_BLM, cotangent_BLM)
 
     run_forward = jax.jit(forward).lower(leaves, x_BLM).compile()
-    run_train = None
+    train = step_program = None
     if workload.training:
-        gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
-        run_train = gradient.lower(leaves, x_BLM, cotangent_BLM).compile()
+        # The last call's gradients are given back for the next one's: fresh memory would cost page
+        # faults that a training step, where gradients are temporaries, does not have.
+        donating = jax.jit(step, donate_argnums=3, keep_unused=True)
+        last = jax.tree.map(jnp.zeros_like, ((leaves, x_BLM), x_BLM))
+        step_program = donating.lower(leaves, x_BLM, cotangent_BLM, last).compile()
+
+        def train():
+            nonlocal last
+            last = step_program(leaves, x_BLM, cotangent_BLM, last)
+            return last
 
     def memory():
-        plan = (run_train or run_forward).memory_analysis()
+        plan = (step_program or run_forward).memory_analysis()
         if plan is None:
             return None
         return (
@@ -133,7 +145,7 @@ def _case(
         name=name,
         note=note,
         forward=lambda: run_forward(leaves, x_BLM),
-        train=(lambda: run_train(leaves, x_BLM, cotangent_BLM)) if run_train else None,
+        train=train,
         wait=jax.block_until_ready,
         memory=memory,
         forward_flops=workload.forward_flops(gated),

@@ -382,7 +382,7 @@ class Transformer(nnx.Module):
             kernel_VM[...].astype(x_BLM.dtype),
             preferred_element_type=jnp.float32,
         )
-        return constrain(logits_BLV, "batch", None, None)
+        return constrain(logits_BLV, "batch", None, "vocabulary")
 
     def _positions(self, stack: str, query_positions_BL, key_positions_BT) -> dict[str, jax.Array]:
         """The positional fields of a `View`."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 FEW_ROWS = 8  # up to here reading a matrix takes longer than multiplying with it
+SMALL_FLOPS = 1e8  # about a millisecond on one core
 
 Carry = TypeVar("Carry")
 
@@ -56,13 +57,16 @@ class Block(NamedTuple):
         return lax.dynamic_update_index_in_dim(array, total, self.expert, 0)
 
 
-def block_sizes(num_rows: int, num_experts: int) -> list[int]:
+def block_sizes(num_rows: int, num_experts: int, num_flops: float) -> list[int]:
     """The sizes a block may have, largest first: steps of 1/32 near the mean group, else coarser.
 
-    Fewer sizes compile faster, more waste fewer rows (these 1 to 3 % of an even load).
+    Fewer sizes compile faster (a loop each), more waste fewer rows (these 1 to 3 % of an even load).
+    So work that takes a millisecond or less gets two.
     """
     mean = num_rows / num_experts
-    if mean <= FEW_ROWS:
+    if num_flops < SMALL_FLOPS:
+        sizes = [math.ceil(mean / 2), math.ceil(1.5 * mean)]
+    elif mean <= FEW_ROWS:
         sizes = [1, 2, 4, 6, 8, 16]
     else:
         near = [1 + share / 32 for share in range(-2, 3)]
@@ -72,27 +76,33 @@ def block_sizes(num_rows: int, num_experts: int) -> list[int]:
 
 
 def for_each_block(
-    group_sizes_E: jax.Array, num_rows: int, visit: Callable[[Block, Carry], Carry], carry: Carry
+    group_sizes_E: jax.Array,
+    num_rows: int,
+    visit: Callable[[Block, Carry], Carry],
+    carry: Carry,
+    *,
+    num_flops: float,
 ) -> Carry:
     """carry = visit(block, carry) for blocks that cover every group; an expert's come in order.
 
     A group is cut into blocks of the largest size, and one of the smallest size that holds the rest.
+    `num_flops`, of all visits together, decides how fine the sizes are.
     """
     num_experts = len(group_sizes_E)
     if 0 in (num_rows, num_experts):
         return carry
-    sizes = block_sizes(num_rows, num_experts)
+    sizes = block_sizes(num_rows, num_experts, num_flops)
     largest = sizes[0]
     ends_E = jnp.cumsum(group_sizes_E)
-    last_block_E = jnp.cumsum(-(-group_sizes_E // largest))
-    block_Q = jnp.arange(num_experts + num_rows // largest)  # as many as there can be
-    expert_Q = jnp.searchsorted(last_block_E, block_Q, side="right")
-    nth_Q = block_Q - jnp.append(0, last_block_E)[expert_Q]
+    block_ends_E = jnp.cumsum(-(-group_sizes_E // largest))
+    block_Q = jnp.arange(num_experts + num_rows // largest)  # Q: as many blocks as there can be
+    expert_Q = jnp.searchsorted(block_ends_E, block_Q, side="right")
+    nth_Q = block_Q - jnp.append(0, block_ends_E)[expert_Q]
     start_Q = (ends_E - group_sizes_E)[expert_Q] + nth_Q * largest
     end_Q = jnp.minimum(start_Q + largest, ends_E[expert_Q])
     fits_QS = (end_Q - start_Q)[:, None] <= jnp.array(sizes)
     size_Q = jnp.sum(fits_QS, axis=1) - 1  # an index into the sizes
-    size_Q = jnp.where(block_Q < last_block_E[-1], size_Q, len(sizes))
+    size_Q = jnp.where(block_Q < block_ends_E[-1], size_Q, len(sizes))
     order_Q = jnp.argsort(size_Q, stable=True)
     bounds = jnp.cumsum(jnp.bincount(size_Q, length=len(sizes)))
 
@@ -130,7 +140,8 @@ def few_rows_product(block: Block, x_BM: jax.Array, w_EMH: jax.Array) -> jax.Arr
             total += x.T.reshape(stretch, 1, num_rows, 1).astype(total.dtype) * w
         return total
 
-    zeros = jnp.zeros((stretch, d_hidden // strip, num_rows, strip), jnp.float32)
+    dtype = jnp.promote_types(x_BM.dtype, jnp.float32)
+    zeros = jnp.zeros((stretch, d_hidden // strip, num_rows, strip), dtype)
     total = lax.fori_loop(0, d_model // (8 * stretch), add_eight, zeros)
     return total.sum(axis=0).swapaxes(0, 1).reshape(num_rows, d_hidden).astype(x_BM.dtype)
 

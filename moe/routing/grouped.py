@@ -220,7 +220,7 @@ def _blocked_forward(stages, keep, weights, x_RM, group_sizes_E):
         group_sizes_E,
     )
     empty = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-    return blocks.for_each_block(group_sizes_E, len(x_RM), visit, empty)
+    return _for_each_block(weights, group_sizes_E, len(x_RM), visit, empty)
 
 
 def _block_linear(block: Block, x_BM, w_EMH, b_EH):
@@ -240,7 +240,13 @@ def _blocked_backward(stages, weights, inputs, group_sizes_E, dy_RM):
         return jax.tree.map(block.add_to_expert, dweights, more), block.put(dx_RM, dx_BM)
 
     zeros = jax.tree.map(jnp.zeros_like, (weights, inputs[0]))
-    return blocks.for_each_block(group_sizes_E, len(dy_RM), visit, zeros)
+    return _for_each_block(weights, group_sizes_E, len(dy_RM), visit, zeros)
+
+
+def _for_each_block(weights, group_sizes_E, num_rows: int, visit, carry):
+    num_weights = sum(leaf.size for leaf in jax.tree.leaves(weights)) / max(1, len(group_sizes_E))
+    num_flops = 2 * num_rows * num_weights
+    return blocks.for_each_block(group_sizes_E, num_rows, visit, carry, num_flops=num_flops)
 
 
 def _dense_linear(x_BM, w_MH, b_H):

@@ -33,6 +33,15 @@ FEW_SIZES = {
 CASES = {name: (R, sizes) for name, sizes in GROUP_SIZES.items()}
 CASES |= {name: (FEW, sizes) for name, sizes in FEW_SIZES.items()}
 
+
+@pytest.fixture(autouse=True, scope="module")
+def blocks_of_every_size():
+    """As for work that is worth many sizes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "SMALL_FLOPS", 0)
+        yield
+
+
 has_tokamax = pytest.mark.skipif(
     importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed"
 )
@@ -157,7 +166,7 @@ def test_blocks_hold_each_row_once_and_little_else(num_rows, num_experts):
     @jax.jit
     def counts(group_sizes_E):
         zeros = jnp.zeros(num_rows, jnp.int32), jnp.zeros((), jnp.int32)
-        return blocks.for_each_block(group_sizes_E, num_rows, count, zeros)
+        return blocks.for_each_block(group_sizes_E, num_rows, count, zeros, num_flops=1)
 
     rng = np.random.default_rng(num_rows)
     for skew in (0, 1, 3):
@@ -350,3 +359,21 @@ def test_auto_is_decided_by_the_platform_compiled_for():
     assert "stablehlo.while" not in programs["cuda"]
     if importlib.util.find_spec("tokamax") is None:
         assert "ragged_dot" in programs["cuda"]
+
+
+def test_small_work_is_cut_into_blocks_of_two_sizes_alone():
+    assert len(blocks.block_sizes(67, 5, num_flops=0)) > 5  # SMALL_FLOPS is 0 here
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "SMALL_FLOPS", 1e8)
+        assert blocks.block_sizes(67, 5, num_flops=1e6) == [21, 7]  # 1.5 and 0.5 times 13.4
+
+
+def test_products_of_small_work_are_those_of_a_loop_over_rows():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "SMALL_FLOPS", 1e8)
+        x_RM, _, group_sizes_E = rows_and_sizes("skewed")
+        w_EMH = normal(5, E, M, H)
+        y_RH = jax.jit(partial(grouped_product, implementation="blocked"))(
+            x_RM, w_EMH, group_sizes_E
+        )
+    np.testing.assert_allclose(y_RH, loop_product(x_RM, w_EMH, group_sizes_E), rtol=1e-5, atol=1e-6)
