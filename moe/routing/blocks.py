@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 FEW_ROWS = 8  # up to here reading a matrix takes longer than multiplying with it
-SMALL_FLOPS = 1e8  # about a millisecond on one core
+SMALL_FLOPS, LARGE_FLOPS = 1e8, 2e10  # about a millisecond, and a quarter of a second, on one core
 
 Carry = TypeVar("Carry")
 
@@ -58,16 +58,18 @@ class Block(NamedTuple):
 
 
 def block_sizes(num_rows: int, num_experts: int, num_flops: float) -> list[int]:
-    """The sizes a block may have, largest first: steps of 1/32 near the mean group, else coarser.
+    """The sizes a block may have, largest first, denser around the mean group the more the work.
 
-    Fewer sizes compile faster (a loop each), more waste fewer rows (these 1 to 3 % of an even load).
-    So work that takes a millisecond or less gets two.
+    More sizes waste fewer rows: 1 to 3 % of an even load with steps of 1/32 near the mean, about 10 %
+    with five sizes. Each is a loop to compile, so they must be worth it.
     """
     mean = num_rows / num_experts
     if num_flops < SMALL_FLOPS:
-        sizes = [math.ceil(mean / 2), math.ceil(1.5 * mean)]
+        sizes = [math.ceil(mean * share) for share in (0.5, 1.5)]
     elif mean <= FEW_ROWS:
         sizes = [1, 2, 4, 6, 8, 16]
+    elif num_flops < LARGE_FLOPS:
+        sizes = [math.ceil(mean * share) for share in (0.25, 0.625, 0.875, 1.0625, 1.5)]
     else:
         near = [1 + share / 32 for share in range(-2, 3)]
         shares = (0.125, 0.25, 0.5, 0.75, 0.875, *near, 1.125, 1.25, 1.5)

@@ -37,7 +37,12 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", EXECUTED)
+SLOW = {"docs/tutorial-upcycle.md"}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.slow) if p in SLOW else p for p in EXECUTED]
+)
 def test_the_code_of_a_page_runs(page, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"

@@ -39,6 +39,7 @@ def blocks_of_every_size():
     """As for work that is worth many sizes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "SMALL_FLOPS", 0)
+        patch.setattr(blocks, "LARGE_FLOPS", 0)
         yield
 
 
@@ -361,10 +362,12 @@ def test_auto_is_decided_by_the_platform_compiled_for():
         assert "ragged_dot" in programs["cuda"]
 
 
-def test_small_work_is_cut_into_blocks_of_two_sizes_alone():
-    assert len(blocks.block_sizes(67, 5, num_flops=0)) > 5  # SMALL_FLOPS is 0 here
+def test_less_work_is_cut_into_blocks_of_fewer_sizes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "SMALL_FLOPS", 1e8)
+        patch.setattr(blocks, "LARGE_FLOPS", 2e10)
+        counts = [len(blocks.block_sizes(6400, 64, num_flops=f)) for f in (1e7, 1e9, 1e11)]
+        assert counts == [2, 5, 13]
         assert blocks.block_sizes(67, 5, num_flops=1e6) == [21, 7]  # 1.5 and 0.5 times 13.4
 
 
