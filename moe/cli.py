@@ -1,13 +1,15 @@
 """The command `moe`: thin commands over functions that can be imported.
 
 A mistake that the user can mend ends with one sentence on standard error and exit code 2; a signal
-that ends training early with 128 plus its number, after the state is saved.
+that ends training early with 128 plus its number, after the state is saved; the loss of another
+process with 75.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import logging
 import os
@@ -25,6 +27,11 @@ from moe.errors import UserError
 if TYPE_CHECKING:
     from moe.training import Run, TrainConfig
 
+LOST_PROCESS = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed
+_HOSTS_USAGE = (
+    "--coordinator HOST:PORT --num-processes N --process-id I, or --distributed to ask the launcher "
+    "(by itself under srun and mpirun); --heartbeat-timeout SECONDS"
+)
 RunFolder = Annotated[str, tyro.conf.Positional]
 
 
@@ -57,19 +64,33 @@ def train(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         print("usage: moe train experiments/NAME.py [--field value ...]")
         print("`moe train experiments/NAME.py --help` lists every field with its meaning.")
+        print(f"Several processes: {_HOSTS_USAGE}; see docs/multihost.md.")
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    import jax
+
+    from moe.training import HostsConfig, LostProcessError, join_hosts
     from moe.training import train as run_training
 
+    hosts, others = tyro.cli(
+        HostsConfig, args=arguments[1:], return_unknown_args=True, add_help=False
+    )
+    if not {"-h", "--help"} & set(others):
+        join_hosts(hosts)  # before the experiment's file, which may ask JAX for the devices
     config = tyro.cli(
         _config_type(),
         config=(tyro.conf.AvoidSubcommands,),
         prog=f"moe train {arguments[0]}",
-        description="Every field of the run, with the experiment's value as its default.",
+        description="Every field of the run, with the experiment's value as its default. "
+        f"Several processes: {_HOSTS_USAGE}.",
         default=read_experiment(Path(arguments[0])),
-        args=arguments[1:],
+        args=others,
     )
-    console = Console(stderr=True)
-    outcome = run_training(config, console=console)
+    console = Console(stderr=True, quiet=jax.process_index() > 0)
+    try:
+        outcome = run_training(config, console=console)
+    except LostProcessError as error:
+        print(f"moe: {error}", file=sys.stderr, flush=True)
+        os._exit(LOST_PROCESS)  # an orderly end would wait for the lost process
     if outcome.signal:
         console.print(f"Stopped at step {outcome.step}; the same command goes on from there.")
         return 128 + outcome.signal
@@ -298,8 +319,75 @@ def upcycle(arguments: Sequence[str]) -> int:
     return 0
 
 
-def read_experiment(path: Path) -> TrainConfig:
-    """What `config()` of an experiment file returns.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanArguments:
+    """Compile the training step of an experiment without running it, and say what it would take."""
+
+    topology: str | None = None
+    """TPU slice to compile for, such as v5p:8x16x16; needs the extra [tpu] and no TPU."""
+    devices: int | None = None
+    """CPU devices to simulate instead; without either, the attached devices."""
+    model: str | None = None
+    """Which of the experiment's models, where its config() takes a name."""
+    search: bool = False
+    """Compile for every legal mesh, rank those that fit, and show the best."""
+    output: str | None = None
+    """JSON file to write."""
+    page: str | None = None
+    """HTML page with charts to write."""
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Show memory, communication and modelled time of a run before it is paid for."""
+    if not arguments or arguments[0].startswith("-"):
+        print("usage: moe plan experiments/NAME.py [--topology v5p:4x4x8] [--field value ...]")
+        print("`moe plan experiments/NAME.py --help` lists the options of the plan.")
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    options, others = tyro.cli(
+        PlanArguments,
+        prog=f"moe plan {arguments[0]}",
+        args=arguments[1:],
+        return_unknown_args=True,
+    )
+    config = tyro.cli(
+        _config_type(),
+        config=(tyro.conf.AvoidSubcommands,),
+        prog=f"moe plan {arguments[0]}",
+        default=read_experiment(Path(arguments[0]), options.model),
+        args=others,
+    )
+    for name in ("output", "page"):
+        path = getattr(options, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise UserError(
+                f"{name} must be in a folder that exists: got {path}. Make the folder first."
+            )
+    _plan(options, config, name=options.model or Path(arguments[0]).stem)
+    return 0
+
+
+def _plan(options: PlanArguments, config: TrainConfig, *, name: str) -> None:
+    """Makes the plan on the devices of the options, and writes it where they say."""
+    from moe import planning
+
+    where, devices = planning.planned_devices(options.topology, options.devices)
+    console = Console()
+    if options.search:
+        plans = planning.search(config, devices, name=name, where=where)
+        console.print(planning.ranking(plans))
+        best = plans[0]
+    else:
+        best = planning.plan(config, devices, name=name, where=where)
+    planning.show(best, console)
+    if options.output is not None:
+        text = json.dumps(best.as_json(), indent=2) + "\n"
+        Path(options.output).write_text(text, encoding="utf-8")
+    if options.page is not None:
+        Path(options.page).write_text(planning.plan_page(best), encoding="utf-8")
+
+
+def read_experiment(path: Path, model: str | None = None) -> TrainConfig:
+    """What `config()` of an experiment file returns, or `config(model)` where a name is given.
 
     Raises:
       UserError: no such file, no `config()` in it, or one that returns something else.
@@ -313,8 +401,14 @@ def read_experiment(path: Path) -> TrainConfig:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))  # as for a script: it may import its neighbours
     spec.loader.exec_module(module)
-    config: Callable[[], TrainConfig] | None = getattr(module, "config", None)
-    result = config() if callable(config) else None
+    config: Callable[..., TrainConfig] | None = getattr(module, "config", None)
+    if callable(config) and model is not None and not inspect.signature(config).parameters:
+        raise UserError(
+            f"model must be left out where config() takes none: got {model!r} for {path}. "
+            "Leave it out, or use --model.FIELD for a field."
+        )
+    names = () if model is None else (model,)
+    result = config(*names) if callable(config) else None
     if not isinstance(result, _config_type()):
         raise UserError(
             f"experiment must define config() that returns a TrainConfig: got {path} with "
@@ -378,6 +472,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "translate": translate,
     "evaluate": evaluate,
     "analyze": analyze,
+    "plan": plan,
     "bench": bench,
     "upcycle": upcycle,
 }

@@ -12,7 +12,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # A room may import the rooms after it in its row, itself, and moe.errors.
 ROOMS = {
-    "cli": {"training", "decoding", "evaluation", "analysis", "data", "bench", "upcycle"},
+    "cli": {
+        "training",
+        "decoding",
+        "evaluation",
+        "analysis",
+        "data",
+        "bench",
+        "upcycle",
+        "planning",
+    },
+    "planning": {"training", "models", "data", "sharding"},
     "bench": {"layers", "routing", "sharding"},
     "upcycle": {"training", "models", "layers", "routing"},
     "convert": {"layers", "routing"},

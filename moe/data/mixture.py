@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grain
+import numpy as np
 from absl import flags
 
 from moe.data.examples import EncodedPairs, LazyPairs, as_dataset, encode_pairs
-from moe.data.packing import BatchShape, PackedBatches
+from moe.data.packing import Batch, BatchShape, PackedBatches
 from moe.data.pairs import Direction, Pairs
 from moe.data.sampling import ExampleOrder
 from moe.data.tokenizer import Tokenizer
@@ -27,9 +29,13 @@ class MixtureConfig:
       batch_size: rows of a batch over all processes.
       source_length: tokens of a source row; a longer pair is left out.
       target_length: tokens of a target row; a longer pair is left out.
+      shards: parts of the stream, each of which fills its own rows of every batch; a process reads
+        only the shards that its rows are of. None is 1, or the number of processes that a run is
+        begun with. It decides the batches; the number of processes does not.
       pack: put several pairs into a row; otherwise a row is one pair and mostly padding.
-      num_workers: processes that make batches; 0 makes them in a thread of the training process.
-        With 2 or more the batches differ from those of 0 and 1, as each packs its own share.
+      num_workers: processes that make the batches of a shard; 0 makes them in a thread of the
+        training process. With 2 or more the batches differ from those of 0 and 1, as each packs its
+        own share.
       prefetch_batches: batches made ahead (by each worker), so that training does not wait.
       max_pairs_in_memory: up to so many pairs are tokenised once at the start, at about 50 bytes
         each; more are tokenised whenever they are read.
@@ -39,6 +45,7 @@ class MixtureConfig:
     batch_size: int = 64
     source_length: int = 64
     target_length: int = 64
+    shards: int | None = None
     pack: bool = True
     num_workers: int = 0
     prefetch_batches: int = 4
@@ -58,6 +65,11 @@ class MixtureConfig:
                 raise UserError(
                     f"{name} must be at least {minimum}: got {getattr(self, name)}. Raise {name}."
                 )
+        if self.shards is not None and (self.shards < 1 or self.batch_size % self.shards):
+            raise UserError(
+                f"shards must be at least 1 and divide batch_size: got shards={self.shards}, "
+                f"batch_size={self.batch_size}. Change --mixture.shards."
+            )
         if not self.temperature > 0 or math.isnan(self.temperature):
             raise UserError(
                 f"temperature must be positive: got {self.temperature}. "
@@ -71,36 +83,26 @@ def train_batches(
     config: MixtureConfig,
     *,
     seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> grain.DatasetIterator:
+    rows: Sequence[int] | None = None,
+) -> TrainBatches:
     """Training batches without end, the same for the same arguments.
 
     Each direction's pairs are shuffled anew every epoch; directions alternate by temperature; of
-    that one stream each process reads every `process_count`-th example, packs and batches it.
-
-    `get_state()` gives a dict that `json.dumps` takes, and after `set_state` on an iterator of the
-    same arguments the batches go on exactly as they would have; a state of another `num_workers`
-    is not accepted. Call `close()` at the end if there are workers.
+    that one stream each of N shards takes every N-th example and packs it into its share of the
+    rows. Rows 0 to B/N - 1 of a batch are of shard 0, and so on.
 
     Args:
       pairs: text by direction.
       seed: decides every order; not negative.
-      process_index: which share of the stream, below process_count.
-      process_count: number of processes that train together; must divide `batch_size`.
+      rows: those wanted of each batch, in increasing order; None is all. Only the shards that they
+        are of are read.
 
     Returns:
-      A Grain iterator over `Batch` with `batch_size / process_count` rows.
+      An iterator over `Batch` with the wanted rows.
 
     Raises:
-      UserError: no data, a direction in which no pair fits, a language without a tag, or a
-        batch_size that does not divide.
+      UserError: no data, a direction in which no pair fits, or a language without a tag.
     """
-    if config.batch_size % process_count:
-        raise UserError(
-            "batch_size must be a multiple of the number of processes: got "
-            f"batch_size={config.batch_size}, process_count={process_count}. Change batch_size."
-        )
     examples = encode_pairs(
         pairs,
         tokenizer,
@@ -109,14 +111,64 @@ def train_batches(
         in_memory=sum(map(len, pairs.values())) <= config.max_pairs_in_memory,
     )
     stream = example_stream(examples, temperature=config.temperature, seed=seed)
+    num_shards = config.shards or 1
     shape = BatchShape(
-        num_rows=config.batch_size // process_count,
+        num_rows=config.batch_size // num_shards,
         source_length=config.source_length,
         target_length=config.target_length,
         max_per_row=config.source_length if config.pack else 1,
     )
-    batches = PackedBatches(stream[process_index::process_count], shape, bos_id=tokenizer.bos_id)
-    return iter(_prefetch(batches, config))
+    wanted = np.arange(config.batch_size) if rows is None else np.asarray(rows)
+    names, place = np.unique(wanted // shape.num_rows, return_inverse=True)
+    shards = {}
+    for shard in names.tolist():
+        packed = PackedBatches(stream[shard::num_shards], shape, bos_id=tokenizer.bos_id)
+        shards[shard] = iter(_prefetch(packed, config))
+    return TrainBatches(shards, place * shape.num_rows + wanted % shape.num_rows)
+
+
+class TrainBatches(Iterator[Batch]):
+    """The wanted rows of the batches that some shards make, restartable.
+
+    Of the shards' rows, laid end to end, a batch has those numbered `rows`.
+
+    `get_state()` is a dict that `json.dumps` takes: where each shard read here stands. After
+    `set_state` on an iterator of the same arguments the batches go on exactly as they would have.
+    `set_state` also takes the union of such dicts over processes that read other shards, so that a
+    run can go on with other rows; but not one of another `num_workers`. Call `close()` at the end if
+    there are workers.
+    """
+
+    def __init__(self, shards: Mapping[int, grain.DatasetIterator], rows: np.ndarray):
+        self._shards, self._rows = shards, rows
+
+    def __next__(self) -> Batch:
+        batches = [next(shard) for shard in self._shards.values()]
+        return Batch(*(np.concatenate(arrays)[self._rows] for arrays in zip(*batches, strict=True)))
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the shards stand, by shard."""
+        return {str(name): shard.get_state() for name, shard in self._shards.items()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`.
+
+        Raises:
+          UserError: it lacks a shard.
+        """
+        if missing := [name for name in self._shards if str(name) not in state]:
+            raise UserError(
+                f"data state must hold the shards that are read: got {', '.join(state)} without "
+                f"{missing[0]}. Restore --mixture.shards to what it was."
+            )
+        for name, shard in self._shards.items():
+            shard.set_state(state[str(name)])
+
+    def close(self) -> None:
+        """Ends workers."""
+        for shard in self._shards.values():
+            if hasattr(shard, "close"):
+                shard.close()
 
 
 def example_stream(

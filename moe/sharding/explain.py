@@ -144,10 +144,7 @@ def explain(program: Any, /, *args, top: int = 5, **kwargs) -> Explanation:
     compiled = _compiled(program, args, kwargs)
     module = hlo.Module(compiled.as_text() or "")
     mesh_shape = _mesh_shape(compiled)
-    exchanges = tuple(
-        _collective(module, computation, instruction, mesh_shape)
-        for computation, instruction in module.collectives()
-    )
+    exchanges = _collectives(module, mesh_shape)
     (args_info, kwargs_info), (args_placed, kwargs_placed) = (
         compiled.args_info,
         compiled.input_shardings,
@@ -196,6 +193,15 @@ def _true_source_lines() -> Iterator[None]:
         yield
     finally:
         jax.config.update(name, before)
+
+
+def read_collectives(text: str, mesh_shape: Mapping[str, int]) -> tuple[Collective, ...]:
+    """The collectives of a compiled program given as text, in its order; as `explain` finds them."""
+    return _collectives(hlo.Module(text), mesh_shape)
+
+
+def _collectives(module: hlo.Module, mesh_shape: Mapping[str, int]) -> tuple[Collective, ...]:
+    return tuple(_collective(module, *found, mesh_shape) for found in module.collectives())
 
 
 def _collective(

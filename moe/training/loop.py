@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moe.data import Batch, Pairs, train_batches
 from moe.errors import UserError
+from moe.models import Stats
 from moe.sharding import make_mesh, shardings
 from moe.training.checkpoint import Checkpoints
 from moe.training.config import TrainConfig
+from moe.training.hosts import LostProcessError, agree, rows_here, share
 from moe.training.logs import RunLogs
 from moe.training.optimizer import learning_rate, make_optimizer
-from moe.training.run import Run, start_run
+from moe.training.run import Run, open_run, start_run
 from moe.training.step import (
     Metrics,
     TrainState,
@@ -58,36 +63,60 @@ def train(
 ) -> Outcome:
     """Trains the run of `config` to its last step, from its newest checkpoint if it has one.
 
-    SIGTERM and SIGINT save a checkpoint after the step under way and end the training. On one device
-    a resumed run computes the very bits that an uninterrupted one would have.
+    SIGTERM and SIGINT save a checkpoint after the step under way and end the training; of several
+    processes (`jax.distributed`) one that gets the signal is enough. On one device a resumed run
+    computes the very bits that an uninterrupted one would have.
 
     Args:
       config: the run.
       devices: those of the mesh; None is all that are attached.
-      console: where progress is shown; None shows it on standard error.
+      console: where progress is shown; None shows that of process 0 on standard error.
 
     Raises:
       UserError: bad data, a run folder of another configuration, a mesh that does not fit the
         devices or the batch, a damaged checkpoint, or too many steps in a row without a finite gradient.
+      LostProcessError: another process ended before its time.
     """
-    console = console or Console(stderr=True)
+    console = console or Console(stderr=True, quiet=jax.process_index() > 0)
     mesh = make_mesh(config.mesh, devices)
     if config.mixture.batch_size % mesh.size:
         raise UserError(
             f"mixture.batch_size must be a multiple of the devices: got {config.mixture.batch_size} "
             f"rows for {mesh.size} devices. Change --mixture.batch-size."
         )
-    pairs = config.source.pairs("train")
-    run = start_run(config, pairs)
     with contextlib.ExitStack() as stack:
-        if mesh.size > 1:
-            stack.enter_context(jax.set_mesh(mesh))
-        checkpoints = run.checkpoints()
-        stack.callback(checkpoints.close)
-        trainer = _Trainer(run, pairs, checkpoints, mesh, console)
-        stack.callback(trainer.close)
-        stop = stack.enter_context(_stop_signal())
-        return trainer.train(stop)
+        try:
+            run, pairs = _start(config)
+            if mesh.size > 1:
+                stack.enter_context(jax.set_mesh(mesh))
+            checkpoints = run.checkpoints()
+            stack.callback(checkpoints.close)
+            trainer = _Trainer(run, pairs, checkpoints, mesh, console)
+            stack.callback(trainer.close)
+            stop = stack.enter_context(_stop_signal())
+            return trainer.train(stop)
+        except jax.errors.JaxRuntimeError as error:
+            if jax.process_count() == 1:
+                raise
+            stack.pop_all()  # closing would wait for the process that is no more
+            raise LostProcessError(str(error)) from error
+
+
+def _start(config: TrainConfig) -> tuple[Run, Pairs]:
+    """Process 0 opens or makes the run folder; then the others read it and follow what it says."""
+
+    def first() -> tuple[Run, Pairs] | None:
+        if jax.process_index() > 0:
+            return None
+        pairs = config.source.pairs("train")
+        return start_run(config, pairs), pairs
+
+    def read() -> tuple[Run, Pairs]:
+        run = open_run(config.run_dir)
+        return run, run.config.source.pairs("train")
+
+    started = agree(first)
+    return agree(lambda: started or read())
 
 
 class _Trainer:
@@ -100,15 +129,15 @@ class _Trainer:
         self.run, self.config, self.checkpoints, self.console = run, config, checkpoints, console
         self.mesh = mesh if mesh.size > 1 else None
         self.key = jax.random.key(config.seed)
+        num_rows = config.mixture.batch_size
+        rows = list(range(num_rows)) if self.mesh is None else rows_here(self.mesh, num_rows)
         self.batches = train_batches(
-            pairs,
-            run.tokenizer,
-            config.mixture,
-            seed=config.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            pairs, run.tokenizer, config.mixture, seed=config.seed, rows=rows
         )
-        self.validation = [b for _, b in run.batches("validation", config.validation_sentences)]
+        self.validation = [
+            Batch(*(array[rows] for array in batch))
+            for _, batch in run.batches("validation", config.validation_sentences)
+        ]
 
         optimizer = make_optimizer(config.optimizer, config.steps)
         self.learning_rate = learning_rate(config.optimizer, config.steps)
@@ -117,6 +146,10 @@ class _Trainer:
         )
         self.train_step = make_train_step(graph, optimizer, config.objective)
         self.eval_step = make_eval_step(graph)
+        self.everywhere: Callable[[Stats], Stats] = lambda stats: stats
+        if jax.process_count() > 1:  # each holds a part
+            whole = NamedSharding(mesh, PartitionSpec())
+            self.everywhere = jax.jit(self.everywhere, out_shardings=whole)
         self.step = 0
         # Beside the state and not in it, so that a drop band can be set or taken away in a running run.
         adapts = config.objective.drop_band is not None
@@ -129,7 +162,7 @@ class _Trainer:
                 self.balance_weight = np.float32(saved)
             self.batches.set_state(data_state)
             self.step = step
-        self.logs = RunLogs(run.path, step=self.step)
+        self.logs = RunLogs(run.path, step=self.step) if jax.process_index() == 0 else None
         self.validation_loss = float("nan")
 
     def train(self, stop: list[int]) -> Outcome:
@@ -141,7 +174,7 @@ class _Trainer:
         with _progress(self.console) as bar:
             task = bar.add_task("training", total=config.steps, completed=self.step, status="")
             window = _Window()
-            while self.step < config.steps and not stop:
+            while self.step < config.steps and not self._is_stopped(stop):
                 self.state, metrics, stats = self.train_step(
                     self.state, self._on_devices(next(self.batches)), self.key, self.balance_weight
                 )
@@ -150,7 +183,7 @@ class _Trainer:
                 window.add(metrics)
                 if self.step % config.log_every == 0 or self.step == config.steps:
                     values = self._log(window)
-                    self.logs.load(self.step, stats)
+                    self._record_load(stats)
                     bar.update(task, completed=self.step, status=_status(values))
                     if not self.console.is_terminal:  # a bar shows nothing in a file
                         self.console.print(f"step {self.step}: {_status(values)}")
@@ -166,14 +199,20 @@ class _Trainer:
 
     def close(self) -> None:
         """Lets go of data workers and files."""
-        self.logs.close()
-        if hasattr(self.batches, "close"):
-            self.batches.close()
+        if self.logs:
+            self.logs.close()
+        self.batches.close()
+
+    def _is_stopped(self, stop: list[int]) -> bool:
+        """Whether a signal came; several processes agree on the step before which they stop."""
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(self.step):
+            stop.append(signal.SIGTERM)
+        return bool(stop)
 
     def _log(self, window: _Window) -> dict[str, float]:
         values = window.values()
         values["learning_rate"] = float(self.learning_rate(self.step - 1))
-        self.logs.scalars(self.step, values)
+        self._record(values)
         in_a_row = int(values["skipped_in_a_row"])
         if in_a_row >= self.config.max_skipped_in_a_row:
             raise UserError(
@@ -183,13 +222,22 @@ class _Trainer:
             )
         return values
 
+    def _record(self, values: dict[str, float]) -> None:
+        if self.logs:
+            self.logs.scalars(self.step, values)
+
+    def _record_load(self, stats: Stats) -> None:
+        stats = self.everywhere(stats)  # which all processes must call
+        if self.logs:
+            self.logs.load(self.step, stats)
+
     def _validate_and_save(self) -> None:
         total, num_tokens = 0.0, 0
         for batch in self.validation:
             loss, count, _ = self.eval_step(self.state.params, self._on_devices(batch))
             total, num_tokens = total + float(loss), num_tokens + int(count)
         self.validation_loss = total / max(num_tokens, 1)
-        self.logs.scalars(self.step, {"validation_loss": self.validation_loss})
+        self._record({"validation_loss": self.validation_loss})
         self.console.print(f"step {self.step}: validation loss {self.validation_loss:.4f}")
         if not np.isfinite(self.validation_loss):
             raise UserError(
@@ -204,7 +252,9 @@ class _Trainer:
             self._save(None)
 
     def _save(self, validation_loss: float | None) -> None:
-        data_state = self.batches.get_state()
+        data_state: dict[str, Any] = {}
+        for state in share(self.batches.get_state()):
+            data_state |= state
         if self.balance_weight is not None:
             data_state |= {"balance_weight": float(np.asarray(self.balance_weight))}
         self.checkpoints.save(self.step, self.state, data_state, validation_loss=validation_loss)
@@ -222,8 +272,11 @@ class _Trainer:
         """The batch's rows on the devices that hold them; each process gives its own rows."""
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, batch)
-        where = batch_sharding(self.mesh)
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(where, x), batch)
+        where, num_rows = batch_sharding(self.mesh), self.config.mixture.batch_size
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(where, x, (num_rows, *x.shape[1:])),
+            batch,
+        )
 
 
 class _Window:
@@ -251,17 +304,24 @@ class _Window:
 
 @contextlib.contextmanager
 def _stop_signal() -> Iterator[list[int]]:
-    """A list that SIGTERM and SIGINT put their number into, in place of what they did before."""
+    """A list that SIGTERM and SIGINT put their number into, in place of what they did before.
+
+    Of several processes JAX takes SIGTERM and tells the others, so SIGINT becomes one.
+    """
     received: list[int] = []
     before = {}
-    for number in (signal.SIGTERM, signal.SIGINT):
+    if jax.process_count() == 1:
+        handlers = {n: lambda n, _: received.append(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    else:
+        handlers = {signal.SIGINT: lambda *_: os.kill(os.getpid(), signal.SIGTERM)}
+    for number, handler in handlers.items():
         with contextlib.suppress(ValueError):  # not the main thread: leave signals alone
-            before[number] = signal.signal(number, lambda number, _: received.append(number))
+            before[number] = signal.signal(number, handler)
     try:
         yield received
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _progress(console: Console) -> Progress:

@@ -105,12 +105,21 @@ def start_run(config: TrainConfig, pairs: Pairs) -> Run:
     path = Path(config.run_dir)
     if _has_begun(path):
         run = open_run(path)
+        config = _with_shards(config, run.config.mixture.shards)
         _check_same(run.config, config)
         run = dataclasses.replace(run, config=config)
     else:
+        config = _with_shards(config, jax.process_count() if jax.process_count() > 1 else None)
         run = Run(path, config, _new_tokenizer(path, config, pairs))
     _write_config(run)
     return run
+
+
+def _with_shards(config: TrainConfig, shards: int | None) -> TrainConfig:
+    """The configuration with so many shards, unless it says how many."""
+    if config.mixture.shards is not None:
+        return config
+    return dataclasses.replace(config, mixture=dataclasses.replace(config.mixture, shards=shards))
 
 
 def begin_run(config: TrainConfig, *, tokenizer_of: Run, params: nnx.State, data_state: Any) -> Run:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moe.data.mixture import MixtureConfig, train_batches
+from moe.data.packing import Batch
 from moe.data.pairs import SentencePair
 from moe.errors import UserError
 from tests.data.small_mixture import (
@@ -96,34 +97,55 @@ def test_what_is_too_long_is_skipped_when_met():
     assert seen == {(pair.source, pair.target) for pair in pairs[EN_DE][:30]}
 
 
-@pytest.mark.parametrize("process_count", [1, 2, 3])
-def test_the_processes_share_an_epoch_and_nothing_twice(process_count):
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_the_shards_share_an_epoch_and_nothing_twice(shards):
     pairs = make_pairs({EN_DE: 72})
-    config = dataclasses.replace(CONFIG, batch_size=12, pack=False)  # 6 batches an epoch
+    config = dataclasses.replace(CONFIG, batch_size=12, pack=False, shards=shards)
+    rows = np.arange(12).reshape(shards, -1)
     shares = [
-        [
-            text
-            for batch in batches_of(
-                6, config, pairs, process_index=process, process_count=process_count
-            )
-            for text in texts(batch)
-        ]
-        for process in range(process_count)
+        [text for batch in batches_of(6, config, pairs, rows=r) for text in texts(batch)]
+        for r in rows  # 6 batches an epoch
     ]
-    assert [len(share) for share in shares] == [72 // process_count] * process_count
+    assert [len(share) for share in shares] == [72 // shards] * shards
     together = Counter(itertools.chain.from_iterable(shares))
     assert together == Counter((pair.source, pair.target) for pair in pairs[EN_DE])
 
 
-def test_each_process_gets_its_part_of_the_rows():
-    (batch,) = batches_of(1, process_index=1, process_count=3)
-    assert batch.source_BL.shape == (2, 31)
-    assert batch.target_in_BL.shape == (2, 29)
+@pytest.mark.parametrize("rows", [[0, 1], [2, 3, 4], [0, 5], [1, 2], [5]])
+def test_some_rows_are_those_of_the_whole_batches(rows):
+    config = dataclasses.replace(CONFIG, shards=3)
+    whole = [Batch(*(array[rows] for array in batch)) for batch in batches_of(4, config)]
+    assert_equal(batches_of(4, config, rows=rows), whole)
 
 
-def test_rows_that_do_not_divide_among_the_processes_are_an_error():
-    with pytest.raises(UserError, match="batch_size=6, process_count=4"):
-        batches_of(1, process_count=4)
+def test_a_resumed_run_may_read_other_rows():
+    """Three readers go on as one, from the union of what each knows; and one as two."""
+    config = dataclasses.replace(CONFIG, shards=3)
+    whole = batches_of(5, config)
+    state = {}
+    for rows in ([0, 1], [2, 3], [4, 5]):
+        iterator = train_batches(PAIRS, small_tokenizer(), config, seed=0, rows=rows)
+        assert len(list(itertools.islice(iterator, 2))) == 2
+        state |= json.loads(json.dumps(iterator.get_state()))
+    for rows in (range(6), range(3), range(3, 6)):
+        iterator = train_batches(PAIRS, small_tokenizer(), config, seed=0, rows=rows)
+        iterator.set_state(state)
+        expected = [Batch(*(array[list(rows)] for array in batch)) for batch in whole[2:]]
+        assert_equal(list(itertools.islice(iterator, 3)), expected)
+
+
+def test_a_state_without_a_shard_is_refused():
+    iterator = train_batches(
+        PAIRS, small_tokenizer(), dataclasses.replace(CONFIG, shards=2), seed=0
+    )
+    with pytest.raises(UserError, match=r"data state must hold the shards .* got 0 without 1"):
+        iterator.set_state({"0": {"next_index": 0}})
+
+
+@pytest.mark.parametrize("shards", [0, 4])
+def test_shards_that_do_not_divide_the_rows_are_an_error(shards):
+    with pytest.raises(UserError, match=f"got shards={shards}, batch_size=6"):
+        dataclasses.replace(CONFIG, shards=shards)
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(1.0, 1 / 10), (2.0, 1 / 4), (1e9, 1 / 2)])

@@ -14,7 +14,7 @@ import pytest
 
 from moe import cli
 from moe.bench import LayerBenchOptions
-from moe.training import TrainConfig
+from moe.training import HostsConfig, TrainConfig
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -110,10 +110,12 @@ def test_options_that_a_page_names_exist(page):
         cli.EvaluateArguments,
         cli.AnalyzeArguments,
         cli.UpcycleArguments,
+        cli.PlanArguments,
         LayerBenchOptions,
+        HostsConfig,
     )
     known = {name for command in commands for name in fields_of(command)}
-    known |= {"help", "xla_force_host_platform_device_count"}
+    known |= {"help", "xla_force_host_platform_device_count", "xla"}
     for option in re.findall(
         r"(?<![\w-])--([a-z][\w-]*(?:\.[\w-]+)*)", page.read_text(encoding="utf-8")
     ):

@@ -178,7 +178,7 @@ def test_too_many_steps_with_a_nan_gradient_end_the_run(tmp_path, monkeypatch):
     def poisoned(*args):
         step = make_train_step(*args)
 
-        def run(state, batch, key):
+        def run(state, batch, key, *rest):
             return step(jax.tree.map(lambda x: x * np.nan if x.ndim > 2 else x, state), batch, key)
 
         return run
