@@ -7,6 +7,7 @@ zeros and counts nowhere, whatever it holds.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,32 @@ from moe.layers.routers.linear import project
 from moe.sharding import param
 
 
-class SharedExperts(nnx.Module):
+class _WithFFN(nnx.Module):
+    """An MoE layer and an FFN beside it; a subclass says how their outputs are joined."""
+
+    moe: MoE
+    ffn: FeedForward
+
+    def __call__(
+        self,
+        x_BLM: jax.Array,
+        token_mask_BL: jax.Array | None = None,
+        key: jax.Array | None = None,
+        **more,
+    ) -> tuple[jax.Array, MoEStats]:
+        """As `MoE`, which gets `more`."""
+        y_BLM, stats = self.moe(x_BLM, token_mask_BL, key, **more)
+        x_BLM = _without_padding(x_BLM, token_mask_BL)
+        y_BLM, losses = self._join(x_BLM, y_BLM, token_mask_BL, key)
+        y_BLM = _without_padding(y_BLM.astype(x_BLM.dtype), token_mask_BL)
+        return y_BLM, dataclasses.replace(stats, **losses)
+
+    def _join(self, x_BLM, y_BLM, token_mask_BL, key) -> tuple[jax.Array, dict[str, Any]]:
+        """The output of both, and losses of the joining by their names in `MoEStats`."""
+        raise AssertionError("each layer of this file joins in its own way")
+
+
+class SharedExperts(_WithFFN):
     """y = FFN(x) + MoE(x): what every token needs is learned once, and routed experts specialise.
 
     Several shared experts are one FFN with their widths added up.
@@ -40,24 +66,14 @@ class SharedExperts(nnx.Module):
         self.moe, self.ffn = moe, ffn
         self.gate_M1 = _kernel(ffn, 1, rngs) if gated else None
 
-    def __call__(
-        self,
-        x_BLM: jax.Array,
-        token_mask_BL: jax.Array | None = None,
-        key: jax.Array | None = None,
-        **more,
-    ) -> tuple[jax.Array, MoEStats]:
-        """As `MoE`, which gets `more`."""
-        y_BLM, stats = self.moe(x_BLM, token_mask_BL, key, **more)
-        x_BLM = _without_padding(x_BLM, token_mask_BL)
+    def _join(self, x_BLM, y_BLM, token_mask_BL, key) -> tuple[jax.Array, dict[str, Any]]:
         shared_BLM = self.ffn(x_BLM)
         if self.gate_M1 is not None:
             shared_BLM = jax.nn.sigmoid(project(x_BLM, self.gate_M1[...])) * shared_BLM
-        y_BLM = (y_BLM + shared_BLM).astype(x_BLM.dtype)
-        return _without_padding(y_BLM, token_mask_BL), stats
+        return y_BLM + shared_BLM, {}
 
 
-class ResidualMoE(nnx.Module):
+class ResidualMoE(_WithFFN):
     """y = c1 MoE(x) + c2 FFN(x), (c1, c2) = softmax(x mix_M2 + mix_bias_2): experts correct an FFN."""
 
     def __init__(self, moe: MoE, ffn: FeedForward, *, rngs: nnx.Rngs):
@@ -75,22 +91,12 @@ class ResidualMoE(nnx.Module):
         self.mix_M2 = _kernel(ffn, 2, rngs)
         self.mix_bias_2 = param(jnp.zeros(2), None)
 
-    def __call__(
-        self,
-        x_BLM: jax.Array,
-        token_mask_BL: jax.Array | None = None,
-        key: jax.Array | None = None,
-        **more,
-    ) -> tuple[jax.Array, MoEStats]:
-        """As `MoE`, which gets `more`."""
-        y_BLM, stats = self.moe(x_BLM, token_mask_BL, key, **more)
-        x_BLM = _without_padding(x_BLM, token_mask_BL)
+    def _join(self, x_BLM, y_BLM, token_mask_BL, key) -> tuple[jax.Array, dict[str, Any]]:
         mix_BL2 = jax.nn.softmax(project(x_BLM, self.mix_M2[...]) + self.mix_bias_2[...], axis=-1)
-        y_BLM = mix_BL2[..., :1] * y_BLM + mix_BL2[..., 1:] * self.ffn(x_BLM)
-        return _without_padding(y_BLM.astype(x_BLM.dtype), token_mask_BL), stats
+        return mix_BL2[..., :1] * y_BLM + mix_BL2[..., 1:] * self.ffn(x_BLM), {}
 
 
-class ConditionalMoE(nnx.Module):
+class ConditionalMoE(_WithFFN):
     """y = (1 - g) FFN(x) + g MoE(x), g = sigmoid(x gate_M1 + gate_bias_1): tokens choose capacity.
 
     The budget loss in the statistics keeps g near the share of the experts that is wanted. Both
@@ -133,25 +139,15 @@ class ConditionalMoE(nnx.Module):
         self.gate_M1 = _kernel(ffn, 1, rngs)
         self.gate_bias_1 = param(jnp.zeros(1), None)
 
-    def __call__(
-        self,
-        x_BLM: jax.Array,
-        token_mask_BL: jax.Array | None = None,
-        key: jax.Array | None = None,
-        **more,
-    ) -> tuple[jax.Array, MoEStats]:
-        """As `MoE`, which gets `more`; `budget_loss` is in the statistics."""
-        y_BLM, stats = self.moe(x_BLM, token_mask_BL, key, **more)
-        x_BLM = _without_padding(x_BLM, token_mask_BL)
+    def _join(self, x_BLM, y_BLM, token_mask_BL, key) -> tuple[jax.Array, dict[str, Any]]:
         gate_BL1 = jax.nn.sigmoid(project(x_BLM, self.gate_M1[...]) + self.gate_bias_1[...])
         budget_loss = _mean_over_real(jnp.abs(gate_BL1 - self.budget), token_mask_BL)
         if key is not None and self.gate_dropout > 0:
             dropout_key = jax.random.fold_in(key, 2)  # the MoE layer uses the key itself
             kept_BL1 = jax.random.bernoulli(dropout_key, 1 - self.gate_dropout, gate_BL1.shape)
             gate_BL1 = jnp.where(kept_BL1, gate_BL1, 0)
-        y_BLM = ((1 - gate_BL1) * self.ffn(x_BLM) + gate_BL1 * y_BLM).astype(x_BLM.dtype)
-        stats = dataclasses.replace(stats, budget_loss=budget_loss)
-        return _without_padding(y_BLM, token_mask_BL), stats
+        y_BLM = (1 - gate_BL1) * self.ffn(x_BLM) + gate_BL1 * y_BLM
+        return y_BLM, {"budget_loss": budget_loss}
 
 
 def _kernel(ffn: FeedForward, width: int, rngs: nnx.Rngs) -> nnx.Param:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from moe.models.transformer import DecodeCache, Stats, Transformer, TransformerConfig
+from moe.models.config import TransformerConfig
+from moe.models.transformer import DecodeCache, Stats, Transformer
 
 __all__ = ["DecodeCache", "Stats", "Transformer", "TransformerConfig"]
