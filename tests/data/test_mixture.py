@@ -118,28 +118,39 @@ def test_some_rows_are_those_of_the_whole_batches(rows):
     assert_equal(batches_of(4, config, rows=rows), whole)
 
 
-def test_a_resumed_run_may_read_other_rows():
-    """Three readers go on as one, from the union of what each knows; and one as two."""
-    config = dataclasses.replace(CONFIG, shards=3)
+def test_a_resumed_run_may_be_read_by_any_number_of_readers():
+    """Four readers go on as one, as two and as three, from the union of what each knows."""
+    config = dataclasses.replace(CONFIG, batch_size=12, shards=4)
+
+    def readers(count):
+        for rows in np.arange(12).reshape(count, -1):
+            yield rows, train_batches(PAIRS, small_tokenizer(), config, seed=0, rows=rows)
+
     whole = batches_of(5, config)
     state = {}
-    for rows in ([0, 1], [2, 3], [4, 5]):
-        iterator = train_batches(PAIRS, small_tokenizer(), config, seed=0, rows=rows)
+    for _, iterator in readers(4):
         assert len(list(itertools.islice(iterator, 2))) == 2
         state |= json.loads(json.dumps(iterator.get_state()))
-    for rows in (range(6), range(3), range(3, 6)):
-        iterator = train_batches(PAIRS, small_tokenizer(), config, seed=0, rows=rows)
-        iterator.set_state(state)
-        expected = [Batch(*(array[list(rows)] for array in batch)) for batch in whole[2:]]
-        assert_equal(list(itertools.islice(iterator, 3)), expected)
+    for count in (1, 2, 3):
+        for rows, iterator in readers(count):
+            iterator.set_state(state)
+            expected = [Batch(*(array[rows] for array in batch)) for batch in whole[2:]]
+            assert_equal(list(itertools.islice(iterator, 3)), expected)
 
 
-def test_a_state_without_a_shard_is_refused():
-    iterator = train_batches(
-        PAIRS, small_tokenizer(), dataclasses.replace(CONFIG, shards=2), seed=0
+@pytest.mark.parametrize(("saved", "shards"), [(1, 2), (3, 2), (2, 1), (2, 3)])
+def test_a_state_of_another_number_of_shards_is_refused(saved, shards):
+    def iterator_of(shards):
+        config = dataclasses.replace(CONFIG, shards=shards)
+        return train_batches(PAIRS, small_tokenizer(), config, seed=0)
+
+    state = iterator_of(saved).get_state()
+    names = ", ".join(map(str, range(saved)))
+    message = (
+        f"of as many shards as are read: got the positions of {names} for mixture.shards={shards}"
     )
-    with pytest.raises(UserError, match=r"data state must hold the shards .* got 0 without 1"):
-        iterator.set_state({"0": {"next_index": 0}})
+    with pytest.raises(UserError, match=message):
+        iterator_of(shards).set_state(state)
 
 
 @pytest.mark.parametrize("shards", [0, 4])
