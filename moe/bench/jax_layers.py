@@ -106,31 +106,13 @@ def _case(
         jnp.asarray(a, workload.dtype)[None] for a in (arrays.x_NM, arrays.cotangent_NM)
     )
 
-    def forward(leaves, x_BLM):
-        y_BLM, _, stats = call(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), x_BLM)
-        return y_BLM, stats
+    def run(leaves, x_BLM):
+        return call(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), x_BLM)
 
-    def loss(leaves, x_BLM, cotangent_BLM):
-        y_BLM, losses, _ = call(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), x_BLM)
-        return jnp.sum(y_BLM * cotangent_BLM, dtype=jnp.float32) + losses, y_BLM
-
-    def step(leaves, x_BLM, cotangent_BLM, _):
-        # The output is returned, or XLA would leave out the product that only it needs.
-        return jax.grad(loss, argnums=(0, 1), has_aux=True)(leaves, x_BLM, cotangent_BLM)
-
-    run_forward = jax.jit(forward).lower(leaves, x_BLM).compile()
-    train = step_program = None
+    run_forward = jax.jit(lambda *given: run(*given)[::2]).lower(leaves, x_BLM).compile()
+    train, step_program = None, None
     if workload.training:
-        # The last call's gradients are given back for the next one's: fresh memory would cost page
-        # faults that a training step, where gradients are temporaries, does not have.
-        donating = jax.jit(step, donate_argnums=3, keep_unused=True)
-        last = jax.tree.map(jnp.zeros_like, ((leaves, x_BLM), x_BLM))
-        step_program = donating.lower(leaves, x_BLM, cotangent_BLM, last).compile()
-
-        def train():
-            nonlocal last
-            last = step_program(leaves, x_BLM, cotangent_BLM, last)
-            return last
+        train, step_program = _training(run, leaves, x_BLM, cotangent_BLM)
 
     def memory():
         plan = (step_program or run_forward).memory_analysis()
@@ -153,6 +135,31 @@ def _case(
         gated=gated,
         queued=workload.device == "gpu",
     )
+
+
+def _training(run: Callable, leaves, x_BLM, cotangent_BLM) -> tuple[Callable, Any]:
+    """The forward-backward pass of `run` as a call without arguments, and its compiled program."""
+
+    def loss(leaves, x_BLM, cotangent_BLM):
+        y_BLM, losses, _ = run(leaves, x_BLM)
+        return jnp.sum(y_BLM * cotangent_BLM, dtype=jnp.float32) + losses, y_BLM
+
+    def step(leaves, x_BLM, cotangent_BLM, _):
+        # The output is returned, or XLA would leave out the product that only it needs.
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(leaves, x_BLM, cotangent_BLM)
+
+    # The last call's gradients are given back for the next one's: fresh memory would cost page
+    # faults that a training step, where gradients are temporaries, does not have.
+    donating = jax.jit(step, donate_argnums=3, keep_unused=True)
+    last = jax.tree.map(jnp.zeros_like, ((leaves, x_BLM), x_BLM))
+    program = donating.lower(leaves, x_BLM, cotangent_BLM, last).compile()
+
+    def train():
+        nonlocal last
+        last = program(leaves, x_BLM, cotangent_BLM, last)
+        return last
+
+    return train, program
 
 
 def _moe_layer(workload: Workload, dispatch: Dispatch, gated: bool) -> MoE:

@@ -49,6 +49,7 @@ _SHARED = {
     "ffn.wo_HM": "shared_expert.down_proj.weight",
     "gate_M1": "shared_expert_gate.weight",
 }
+_DROPLESS = TopK(capacity_factor=None, balance="all", balance_over="global")
 FAMILIES: dict[str, Convention] = {
     "switch": Convention(
         names=_CLASSIFIER
@@ -77,35 +78,17 @@ FAMILIES: dict[str, Convention] = {
             "experts.wi_EMH": "experts.{e}.w3.weight",
             "experts.wo_EHM": "experts.{e}.w2.weight",
         },
-        rule=TopK(
-            num_choices=2,
-            gates="renormalized",
-            capacity_factor=None,
-            balance="all",
-            balance_over="global",
-        ),
+        rule=dataclasses.replace(_DROPLESS, num_choices=2, gates="renormalized"),
         activation=jax.nn.silu,
     ),
     "qwen2-moe": Convention(
         names=_QWEN | _SHARED,
-        rule=TopK(
-            num_choices=4,
-            gates="softmax_then_top_k",
-            capacity_factor=None,
-            balance="all",
-            balance_over="global",
-        ),
+        rule=dataclasses.replace(_DROPLESS, num_choices=4, gates="softmax_then_top_k"),
         activation=jax.nn.silu,
     ),
     "qwen3-moe": Convention(
         names=_QWEN,
-        rule=TopK(
-            num_choices=8,
-            gates="renormalized",
-            capacity_factor=None,
-            balance="all",
-            balance_over="global",
-        ),
+        rule=dataclasses.replace(_DROPLESS, num_choices=8, gates="renormalized"),
         activation=jax.nn.silu,
     ),
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,43 +65,29 @@ def split_convolution(
     ]
     if isinstance(padding, str):
         padding = jax.lax.padtype_to_pads(sizes, window, strides, padding)
-    pads = [tuple(pair) for pair in padding]
+    pads = [(first, last) for first, last in padding]
     if min(pads[at]) < 0:
         raise UserError(f"padding must not be negative: got {pads[at]} for {dim!r}. Cut x instead.")
 
-    def convolve(x, kernel, pads):
-        return jax.lax.conv_general_dilated(
-            x,
-            kernel,
-            tuple(strides),
-            pads,
-            rhs_dilation=tuple(dilation),
-            dimension_numbers=dimension_numbers,
-        )
-
+    convolve = functools.partial(
+        jax.lax.conv_general_dilated,
+        window_strides=tuple(strides),
+        rhs_dilation=tuple(dilation),
+        dimension_numbers=dimension_numbers,
+    )
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return convolve(x, kernel, pads)
+        return convolve(x, kernel, padding=pads)
     x = split(x, place, axis, others=ANY, pad=True)
-    num_devices, stride, reach, (before, after) = (
-        mesh.shape[axis],
-        strides[at],
-        window[at],
-        pads[at],
-    )
-    num_results = (sizes[at] + before + after - reach) // stride + 1
-    # Results a device makes: enough for all of them, and for its rows of x to hold all of x.
-    each = max(-(-num_results // num_devices), -(-sizes[at] // (num_devices * stride)))
-    rows, needed = each * stride, (each - 1) * stride + reach
+    share = _Share.of(sizes[at], window[at], strides[at], pads[at], mesh.shape[axis])
     pads[at] = (0, 0)
 
     def on_one_device(x, kernel):
-        x = _with_halo(x, place, axis, num_devices, before, max(needed - before - rows, 0))
-        return convolve(jax.lax.slice_in_dim(x, 0, needed, axis=place), kernel, pads)
+        x = _with_halo(x, place, axis, share)
+        return convolve(x, kernel, padding=pads)
 
-    missing = [
-        (0, num_devices * rows - sizes[at] if here == place else 0) for here in range(x.ndim)
-    ]
+    missing = [(0, 0)] * x.ndim
+    missing[place] = (0, share.num_devices * share.rows - sizes[at])
     spec_x, spec_y = (
         PartitionSpec(*(axis if letter == dim else None for letter in letters))
         for letters in (letters_x, letters_y)
@@ -107,12 +95,31 @@ def split_convolution(
     y = jax.shard_map(
         on_one_device, in_specs=(spec_x, PartitionSpec()), out_specs=spec_y, axis_names={axis}
     )(jnp.pad(x, missing), kernel)
-    return jax.lax.slice_in_dim(y, 0, num_results, axis=letters_y.index(dim))
+    return jax.lax.slice_in_dim(y, 0, share.num_results, axis=letters_y.index(dim))
 
 
-def _with_halo(x, place: int, axis: str, num_devices: int, before: int, after: int) -> jax.Array:
-    """x with so many rows of the devices before and after it; zeros at the ends of the mesh."""
-    rows = x.shape[place]
+class _Share(NamedTuple):
+    """What a device holds of x, and what its rows of the result are computed of."""
+
+    num_devices: int
+    num_results: int  # on all devices
+    rows: int  # of x on a device
+    before: int  # rows needed before those
+    needed: int  # rows in all
+
+    @classmethod
+    def of(
+        cls, size: int, window: int, stride: int, pad: tuple[int, int], num_devices: int
+    ) -> _Share:
+        num_results = (size + sum(pad) - window) // stride + 1
+        # Results a device makes: enough for all of them, and for its rows of x to hold all of x.
+        each = max(-(-num_results // num_devices), -(-size // (num_devices * stride)))
+        return cls(num_devices, num_results, each * stride, pad[0], (each - 1) * stride + window)
+
+
+def _with_halo(x, place: int, axis: str, share: _Share) -> jax.Array:
+    """x with what the window reaches of the devices before and after; zeros at the mesh's ends."""
+    num_devices, rows = share.num_devices, share.rows
 
     def rows_of(distance: int, count: int) -> jax.Array:
         """The rows next to us of the device so far away: its last ones if it stands before us."""
@@ -129,6 +136,8 @@ def _with_halo(x, place: int, axis: str, num_devices: int, before: int, after: i
         """(distance, rows) until `total` rows are there, the nearest device first."""
         return [(hop + 1, min(rows, total - hop * rows)) for hop in range(-(-total // rows))]
 
-    above = [rows_of(-distance, count) for distance, count in reversed(hops(before))]
+    after = max(share.needed - share.before - rows, 0)
+    above = [rows_of(-distance, count) for distance, count in reversed(hops(share.before))]
     below = [rows_of(distance, count) for distance, count in hops(after)]
-    return jnp.concatenate([*above, x, *below], axis=place)
+    x = jnp.concatenate([*above, x, *below], axis=place)
+    return jax.lax.slice_in_dim(x, 0, share.needed, axis=place)

@@ -19,7 +19,6 @@ from moe.bench import (
     Row,
     Section,
     Timing,
-    Workload,
     bench_layer,
     case_names,
     show,
@@ -27,21 +26,7 @@ from moe.bench import (
 from moe.bench.measure import Case, CaseSkipped, in_turns, warm_up
 from moe.bench.worker import measure_section
 from moe.errors import UserError
-
-WORKLOAD = Workload(
-    tokens=64,
-    d_model=16,
-    d_hidden=32,
-    num_experts=4,
-    dtype="float32",
-    device="cpu",
-    threads=1,
-    training=True,
-    skew=0.0,
-    capacity_factor=1.25,
-    group_size=64,
-)
-
+from tests.bench.small import WORKLOAD
 
 CASES = ("matmul", "dense-jax", "moe-gather")  # moe-auto compiles for seconds
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe.bench.config import PEERS
-from moe.bench.workload import Workload
+from tests.bench.small import WORKLOAD
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -17,19 +17,7 @@ pytestmark = pytest.mark.parity
 from moe.bench import hugging_face, torch_layers  # noqa: E402
 from moe.bench.worker import measure_section  # noqa: E402
 
-WORKLOAD = Workload(
-    tokens=29,
-    d_model=12,
-    d_hidden=20,
-    num_experts=5,
-    dtype="float32",
-    device="cpu",
-    threads=1,
-    training=True,
-    skew=0.0,
-    capacity_factor=1.25,
-    group_size=64,
-)
+SMALL = dataclasses.replace(WORKLOAD, tokens=29, d_model=12, d_hidden=20, num_experts=5)
 
 
 def top2(arrays):
@@ -53,12 +41,12 @@ def layer_of(build):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hugging_face, "torch_case", catch)
-        case = build(WORKLOAD)
+        case = build(SMALL)
     return caught["layer"], case.forward()[0].numpy(), case
 
 
 def nllb_in_loops(layer):
-    arrays = WORKLOAD.arrays()
+    arrays = SMALL.arrays()
     weights = {name: w.detach().double().numpy() for name, w in layer.named_parameters()}
     y_NM = np.zeros(arrays.x_NM.shape)
     for n, choices in enumerate(top2(arrays)):
@@ -83,9 +71,7 @@ def test_the_shipped_nllb_layer_does_not():
     assert np.abs(y_NM - nllb_in_loops(layer)).max() > 0.1
     # Expert 1 is given all first choices, expert 0 every other pair: right only by chance.
     right = sum(
-        (i == 0) == (e == 1) and e < 2
-        for c in top2(WORKLOAD.arrays())
-        for i, (e, _) in enumerate(c)
+        (i == 0) == (e == 1) and e < 2 for c in top2(SMALL.arrays()) for i, (e, _) in enumerate(c)
     )
     assert case.computed() == right / (2 * 29)
     gradients = dict(zip((n for n, _ in layer.named_parameters()), case.train(), strict=False))
@@ -96,16 +82,16 @@ def test_the_shipped_nllb_layer_does_not():
 def test_drops_of_a_peer_are_counted():
     layer, _, _ = layer_of(hugging_face.CASES["switch"])
     layer.router.expert_capacity = 4
-    first = [choices[0][0] for choices in top2(WORKLOAD.arrays())]
+    first = [choices[0][0] for choices in top2(SMALL.arrays())]
     kept = sum(min(first.count(e), 4) for e in range(5))
     assert kept < 29
-    assert hugging_face.computed_share(layer, WORKLOAD, num_choices=1) == kept / 29
+    assert hugging_face.computed_share(layer, SMALL, num_choices=1) == kept / 29
 
 
 def test_the_layer_on_torchs_grouped_product_equals_its_loops():
-    layer = torch_layers.GroupedMoE(WORKLOAD)
-    arrays = WORKLOAD.arrays()
-    torch_layers.torch_case("grouped", layer, WORKLOAD, note="", router=layer.kernel_ME)
+    layer = torch_layers.GroupedMoE(SMALL)
+    arrays = SMALL.arrays()
+    torch_layers.torch_case("grouped", layer, SMALL, note="", router=layer.kernel_ME)
     y_NM = layer(torch.as_tensor(arrays.x_NM)[None])[0].detach().numpy()
     wi_EMH, wo_EHM = (w.detach().double().numpy() for w in (layer.wi_EMH, layer.wo_EHM))
     expected_NM = [
@@ -117,7 +103,7 @@ def test_the_layer_on_torchs_grouped_product_equals_its_loops():
 
 def test_every_peer_is_timed_and_drops_nothing_it_can_keep():
     names = [name for peers in PEERS.values() for name in peers]
-    measured = measure_section(WORKLOAD, names=["moe-auto", *names], rounds=1)
+    measured = measure_section(SMALL, names=["moe-auto", *names], rounds=1)
     for row in measured.rows:
         assert row.forward and row.train and row.memory_bytes is not None, row
         assert measured.eff(row, "train") > 0
@@ -127,16 +113,14 @@ def test_every_peer_is_timed_and_drops_nothing_it_can_keep():
 
 
 def test_decoding_and_bfloat16_work_for_every_peer():
-    workload = dataclasses.replace(
-        WORKLOAD, training=False, dtype="bfloat16", d_model=16, d_hidden=32
-    )
+    workload = dataclasses.replace(SMALL, training=False, dtype="bfloat16", d_model=16, d_hidden=32)
     names = [name for peers in PEERS.values() for name in peers]
     for row in measure_section(workload, names=names, rounds=1).rows:
         assert row.forward and row.train is None, row
 
 
 def test_the_shipped_layer_is_left_out_where_it_would_take_hours():
-    workload = dataclasses.replace(WORKLOAD, tokens=4096, num_experts=128)
+    workload = dataclasses.replace(SMALL, tokens=4096, num_experts=128)
     (row,) = measure_section(workload, names=["nllb-shipped"], rounds=1).rows
     assert row.note == ("not measured: computes all 524,288 token-expert pairs, on experts 0 and 1")
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe.errors import UserError
-from moe.layers.routers.linear import rebalanced
-from moe.layers.routers.token_choice import TokenChoice, check_num_choices, check_unused
+from moe.layers.routers.linear import RuleRouter
+from moe.layers.routers.token_choice import KChoices, check_unused
 from moe.routing import RoutingPlan
 from moe.routing.by_id import Hashing, hash_routing, task_routing
 from moe.routing.checks import check_choice
@@ -19,7 +19,7 @@ from moe.sharding import param
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hash(TokenChoice):
+class Hash(KChoices):
     """Experts fixed by the token id; see `moe.routing.hash_routing`. All layers of a rule agree."""
 
     num_choices: int = 1
@@ -34,7 +34,6 @@ class Hash(TokenChoice):
 
     def __post_init__(self):
         super().__post_init__()
-        check_num_choices(self.num_choices)
         check_choice("hashing", self.hashing, Hashing)
         check_unused(self, "balance", "balance_over", "jitter")
 
@@ -44,13 +43,11 @@ class Hash(TokenChoice):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskRouting(TokenChoice):
+class TaskRouting(KChoices):
     """Experts learned for each task or language; see `moe.routing.task_routing`."""
 
     num_tasks: int
     """Tasks or languages; ids are below it."""
-    num_choices: int = 2
-    """Experts of a task."""
     capacity_factor: float | None = None
     """As in `TokenChoice`; dropless by default, since a batch of one task fills K experts alone."""
     kind: Literal["task"] = "task"
@@ -59,7 +56,6 @@ class TaskRouting(TokenChoice):
 
     def __post_init__(self):
         super().__post_init__()
-        check_num_choices(self.num_choices)
         check_unused(self, "jitter")
         if self.num_tasks < 1:
             raise UserError(f"num_tasks must be at least 1: got {self.num_tasks}. Count the tasks.")
@@ -69,39 +65,28 @@ class TaskRouting(TokenChoice):
         return TaskRouter(num_experts, rule=self, rngs=rngs)
 
 
-class HashRouter(nnx.Module):
+class HashRouter(RuleRouter):
     """Calls `hash_routing` with the settings of a rule."""
 
     def __init__(self, num_experts: int, *, rule: Hash):
         self.num_experts = num_experts
         self.rule = rule
 
-    def __call__(
-        self,
-        x_GSM: jax.Array,
-        *,
-        token_mask_GS: jax.Array | None = None,
-        ids_GS: jax.Array | None = None,
-        sequence_GS: jax.Array | None = None,
-        key: jax.Array | None = None,
-    ) -> RoutingPlan:
+    def plan(self, x_GSM, ids_GS, token_mask_GS, key) -> RoutingPlan:
         """The plan for tokens whose ids are `ids_GS`; a key means training: limited capacity."""
-        rule = self.rule
+        rule: Hash = self.rule
+        training = key is not None
         return hash_routing(
             ids_GS,
             num_experts=self.num_experts,
-            capacity=rule.capacity(
-                x_GSM.shape[1], self.num_experts, rule.num_choices, training=key is not None
-            ),
             num_choices=rule.num_choices,
             hashing=rule.hashing,
             seed=rule.seed,
-            token_mask_GS=token_mask_GS,
-            **rule.queueing,
+            **rule.slots(x_GSM.shape[1], self.num_experts, token_mask_GS, training=training),
         )
 
 
-class TaskRouter(nnx.Module):
+class TaskRouter(RuleRouter):
     """A learned row of expert logits for each task."""
 
     def __init__(self, num_experts: int, *, rule: TaskRouting, rngs: nnx.Rngs):
@@ -110,25 +95,14 @@ class TaskRouter(nnx.Module):
         self.logits_task_E = param(logits_task_E, None, None)
         self.rule = rule
 
-    def __call__(
-        self,
-        x_GSM: jax.Array,
-        *,
-        token_mask_GS: jax.Array | None = None,
-        ids_GS: jax.Array | None = None,
-        sequence_GS: jax.Array | None = None,
-        key: jax.Array | None = None,
-    ) -> RoutingPlan:
+    def plan(self, x_GSM, ids_GS, token_mask_GS, key) -> RoutingPlan:
         """The plan for tokens whose tasks are `ids_GS`; a key means training."""
-        rule, table_task_E = self.rule, self.logits_task_E[...].astype(jnp.float32)
-        plan = task_routing(
+        rule: TaskRouting = self.rule
+        table_task_E = self.logits_task_E[...].astype(jnp.float32)
+        group_size, num_experts, training = x_GSM.shape[1], table_task_E.shape[1], key is not None
+        return task_routing(
             ids_GS,
             table_task_E,
-            capacity=rule.capacity(
-                x_GSM.shape[1], table_task_E.shape[1], rule.num_choices, training=key is not None
-            ),
             num_choices=rule.num_choices,
-            token_mask_GS=token_mask_GS,
-            **rule.queueing,
+            **rule.slots(group_size, num_experts, token_mask_GS, training=training),
         )
-        return rebalanced(plan, rule, sequence_GS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 from flax import nnx
@@ -42,13 +42,9 @@ class ExpertChoice:
         return ExpertChoiceRouter(d_model, num_experts, rule=self, rngs=rngs)
 
     def __call__(
-        self,
-        logits_GSE: jax.Array,
-        *,
-        token_mask_GS: jax.Array | None = None,
-        key: jax.Array | None = None,
+        self, logits_GSE: jax.Array, *, token_mask_GS: jax.Array | None = None
     ) -> RoutingPlan:
-        """The plan for `logits_GSE`; the key is not read."""
+        """The plan for `logits_GSE`."""
         _, group_size, num_experts = logits_GSE.shape
         capacity = expert_capacity(
             group_size, num_experts, self.capacity_factor, num_choices=1, min_capacity=1
@@ -60,13 +56,7 @@ class ExpertChoiceRouter(Router):
     """A learned projection to expert logits, and an `ExpertChoice` rule; it has no balance loss."""
 
     def __call__(
-        self,
-        x_GSM: jax.Array,
-        *,
-        token_mask_GS: jax.Array | None = None,
-        ids_GS: jax.Array | None = None,
-        sequence_GS: jax.Array | None = None,
-        key: jax.Array | None = None,
+        self, x_GSM: jax.Array, *, token_mask_GS: jax.Array | None = None, **_: Any
     ) -> RoutingPlan:
-        """The plan for the tokens, the same with and without a key."""
+        """The plan for the tokens; ids, sequences and a key change nothing."""
         return self.rule(self.logits(x_GSM), token_mask_GS=token_mask_GS)

@@ -1,4 +1,4 @@
-"""The router of most methods: a linear map to expert logits, then a rule."""
+"""What a layer asks for a plan: jitter before, the balance loss after; mostly a linear map between."""
 
 from __future__ import annotations
 
@@ -14,23 +14,10 @@ from moe.routing.top1 import jittered
 from moe.sharding import param
 
 
-class Router(nnx.Module):
-    """A learned projection to expert logits, and a rule that makes a plan of them.
+class RuleRouter(nnx.Module):
+    """Tokens in, the plan of a token-choice rule out. A subclass says `plan`."""
 
-    Where the rule reads more than logits, a subclass overrides `plan`.
-    """
-
-    def __init__(
-        self,
-        d_model: int,
-        num_experts: int,
-        *,
-        rule: Any,  # a rule of `moe.layers.routers` that is called with logits
-        rngs: nnx.Rngs,
-    ):
-        init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-        self.kernel_ME = param(init(rngs.params(), (d_model, num_experts)), "model", None)
-        self.rule = rule
+    rule: Any  # of `moe.layers.routers`
 
     def __call__(
         self,
@@ -54,25 +41,43 @@ class Router(nnx.Module):
         if key is not None and self.rule.jitter > 0:
             jitter_key, key = jax.random.split(key)
             x_GSM = jittered(x_GSM, self.rule.jitter, key=jitter_key)
-        return rebalanced(self.plan(x_GSM, token_mask_GS, key), self.rule, sequence_GS)
+        plan = self.plan(x_GSM, ids_GS, token_mask_GS, key)
+        choices, over = self.rule.balance, self.rule.balance_over
+        if (choices, over) == ("first", "group"):
+            return plan  # as it comes from the pure function
+        loss = balance_loss(plan, choices=choices, over=over, sequence_GS=sequence_GS)
+        return dataclasses.replace(plan, aux_loss=loss)
 
     def plan(
-        self, x_GSM: jax.Array, token_mask_GS: jax.Array | None, key: jax.Array | None
+        self,
+        x_GSM: jax.Array,
+        ids_GS: jax.Array | None,
+        token_mask_GS: jax.Array | None,
+        key: jax.Array | None,
     ) -> RoutingPlan:
         """What the rule makes of the tokens as the router sees them."""
-        return self.rule(self.logits(x_GSM), token_mask_GS=token_mask_GS, key=key)
+        raise NotImplementedError
+
+
+class Router(RuleRouter):
+    """A learned projection to expert logits, and a rule that makes a plan of them."""
+
+    def __init__(self, d_model: int, num_experts: int, *, rule: Any, rngs: nnx.Rngs):
+        init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+        self.kernel_ME = param(init(rngs.params(), (d_model, num_experts)), "model", None)
+        self.rule = rule
+
+    def plan(self, x_GSM, ids_GS, token_mask_GS, key) -> RoutingPlan:
+        """What the rule makes of what it reads."""
+        return self.rule(*self.read(x_GSM), token_mask_GS=token_mask_GS, key=key)
+
+    def read(self, x_GSM: jax.Array) -> tuple[jax.Array, ...]:
+        """What the rule reads of the tokens: their logits, and in some subclasses more."""
+        return (self.logits(x_GSM),)
 
     def logits(self, x_GSM: jax.Array) -> jax.Array:
         """logits_GSE, in float32 whatever the tokens' type."""
         return project(x_GSM, self.kernel_ME[...])
-
-
-def rebalanced(plan: RoutingPlan, rule, sequence_GS: jax.Array | None) -> RoutingPlan:
-    """The plan with the balance loss that the rule asks for; see `TokenChoice`."""
-    if (rule.balance, rule.balance_over) == ("first", "group"):
-        return plan  # as it comes from the pure function
-    loss = balance_loss(plan, choices=rule.balance, over=rule.balance_over, sequence_GS=sequence_GS)
-    return dataclasses.replace(plan, aux_loss=loss)
 
 
 def project(x_GSM: jax.Array, kernel_ME: jax.Array) -> jax.Array:

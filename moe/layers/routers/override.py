@@ -3,53 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Unpack
 
 import jax
 from flax import nnx
 
 from moe.errors import UserError
 from moe.layers.routers.linear import Router
-from moe.layers.routers.token_choice import TokenChoice, Top2
+from moe.layers.routers.token_choice import KChoices, Slots, Top2
 from moe.layers.routers.top_k import Top1, TopK
 from moe.routing import RoutingPlan
 from moe.routing.override import balanced, drop_experts, without_experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Balanced(TokenChoice):
+class Balanced(KChoices):
     """Tokens are dealt out in turn; see `moe.routing.balanced`. For throughput ceilings only.
 
     The router's work and parameters are those of `TopK`.
     """
 
-    num_choices: int = 2
-    """K, experts of a token."""
     kind: Literal["balanced"] = "balanced"
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.num_choices < 1:
-            raise UserError(f"num_choices must be at least 1: got {self.num_choices}. Raise it.")
-
-    def __call__(
-        self,
-        logits_GSE: jax.Array,
-        *,
-        token_mask_GS: jax.Array | None = None,
-        key: jax.Array | None = None,
-    ) -> RoutingPlan:
-        """The plan; a key means training: limited capacity, of which an even load needs 1.0."""
-        _, group_size, num_experts = logits_GSE.shape
-        return balanced(
-            logits_GSE,
-            num_choices=self.num_choices,
-            capacity=self.capacity(
-                group_size, num_experts, self.num_choices, training=key is not None
-            ),
-            token_mask_GS=token_mask_GS,
-            **self.queueing,
-        )
+    def route(self, logits_GSE, *, key, **slots: Unpack[Slots]) -> RoutingPlan:
+        """`balanced`; an even load needs a capacity factor of 1.0."""
+        return balanced(logits_GSE, num_choices=self.num_choices, **slots)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,11 +66,9 @@ class RouterWithout(Router):
         super().__init__(d_model, num_experts, rule=rule, rngs=rngs)
         self.experts = experts
 
-    def plan(
-        self, x_GSM: jax.Array, token_mask_GS: jax.Array | None, key: jax.Array | None
-    ) -> RoutingPlan:
+    def plan(self, x_GSM, ids_GS, token_mask_GS, key) -> RoutingPlan:
         """As `Router.plan`. A choice for which groups of experts leave nothing else is dropped."""
-        plan = super().plan(x_GSM, token_mask_GS, key)
+        plan = super().plan(x_GSM, ids_GS, token_mask_GS, key)
         num_choices, num_left = plan.expert_GSK.shape[-1], plan.num_experts - len(set(self.experts))
         if num_left < num_choices:
             raise UserError(

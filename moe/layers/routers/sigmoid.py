@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from flax import nnx
 
 from moe.errors import UserError
 from moe.layers.routers.linear import Router
+from moe.layers.routers.token_choice import Slots
 from moe.layers.routers.top_k import GroupLimited
 from moe.routing import ExpertLoad, RoutingPlan
 from moe.routing.group_limit import GroupScore
@@ -46,23 +47,9 @@ class SigmoidTopK(GroupLimited):
         """The router of this rule."""
         return SigmoidRouter(d_model, num_experts, rule=self, rngs=rngs)
 
-    def __call__(
-        self,
-        logits_GSE: jax.Array,
-        bias_E: jax.Array,
-        *,
-        token_mask_GS: jax.Array | None = None,
-        key: jax.Array | None = None,
-    ) -> RoutingPlan:
-        """The plan for the logits; a key means training: limited capacity."""
-        return sigmoid_top_k(
-            logits_GSE,
-            bias_E,
-            scale=self.scale,
-            token_mask_GS=token_mask_GS,
-            **self.choosing(logits_GSE, training=key is not None),
-            **self.queueing,
-        )
+    def route(self, logits_GSE, bias_E, *, key, **slots: Unpack[Slots]) -> RoutingPlan:
+        """`sigmoid_top_k`."""
+        return sigmoid_top_k(logits_GSE, bias_E, scale=self.scale, **self.choosing, **slots)
 
 
 class RouterBias(nnx.Variable):
@@ -83,11 +70,9 @@ class SigmoidRouter(Router):
             jnp.zeros(num_experts), rate=rule.bias_rate, out_sharding=(None,), eager_sharding=False
         )
 
-    def plan(
-        self, x_GSM: jax.Array, token_mask_GS: jax.Array | None, key: jax.Array | None
-    ) -> RoutingPlan:
-        """As `Router.plan`, with the bias."""
-        return self.rule(self.logits(x_GSM), self.bias_E[...], token_mask_GS=token_mask_GS, key=key)
+    def read(self, x_GSM: jax.Array) -> tuple[jax.Array, ...]:
+        """Logits and bias."""
+        return *super().read(x_GSM), self.bias_E[...]
 
 
 def update_router_biases(

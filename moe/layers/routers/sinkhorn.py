@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
-
-import jax
+from typing import Literal, Unpack
 
 from moe.errors import UserError
-from moe.layers.routers.by_id import check_num_choices, check_unused
-from moe.layers.routers.token_choice import TokenChoice
+from moe.layers.routers.token_choice import KChoices, Slots, check_unused
 from moe.routing import RoutingPlan
 from moe.routing.checks import check_choice
 from moe.routing.sinkhorn import Gating, sinkhorn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sinkhorn(TokenChoice):
+class Sinkhorn(KChoices):
     """Balanced assignment in training, plain top-k in evaluation; see `moe.routing.sinkhorn`."""
 
     num_choices: int = 1
@@ -31,7 +28,6 @@ class Sinkhorn(TokenChoice):
 
     def __post_init__(self):
         super().__post_init__()
-        check_num_choices(self.num_choices)
         check_choice("gating", self.gating, Gating)
         if self.num_iterations < 1:
             raise UserError(
@@ -39,22 +35,12 @@ class Sinkhorn(TokenChoice):
             )
         check_unused(self, "balance", "balance_over")
 
-    def __call__(
-        self,
-        logits_GSE: jax.Array,
-        *,
-        token_mask_GS: jax.Array | None = None,
-        key: jax.Array | None = None,
-    ) -> RoutingPlan:
-        """The plan for `logits_GSE`; a key means training, though the method draws nothing."""
-        _, group_size, num_experts = logits_GSE.shape
-        training = key is not None
+    def route(self, logits_GSE, *, key, **slots: Unpack[Slots]) -> RoutingPlan:
+        """`sinkhorn`; a key means training, though the method draws nothing."""
         return sinkhorn(
             logits_GSE,
-            capacity=self.capacity(group_size, num_experts, self.num_choices, training=training),
             num_choices=self.num_choices,
-            num_iterations=self.num_iterations if training else 0,
+            num_iterations=0 if key is None else self.num_iterations,
             gating=self.gating,
-            token_mask_GS=token_mask_GS,
-            **self.queueing,
+            **slots,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,14 +52,8 @@ class SoftRouter(nnx.Module):
         self.scale = param(jnp.ones(()))
 
     def __call__(
-        self,
-        x_GSM: jax.Array,
-        *,
-        token_mask_GS: jax.Array | None = None,
-        ids_GS: jax.Array | None = None,
-        sequence_GS: jax.Array | None = None,
-        key: jax.Array | None = None,
+        self, x_GSM: jax.Array, *, token_mask_GS: jax.Array | None = None, **_: Any
     ) -> SoftPlan:
-        """The plan for the tokens, the same with and without a key."""
+        """The plan for the tokens; ids, sequences and a key change nothing."""
         logits_GSEC = soft_logits(x_GSM, self.phi_MEC[...], self.scale[...], token_mask_GS)
         return soft_moe(logits_GSEC, token_mask_GS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import jax
 from flax import nnx
@@ -24,9 +24,16 @@ from moe.routing.token_choice import Queueing
 from moe.routing.top1 import check_jitter
 
 
+class Slots(Queueing):
+    """What every pure function of this kind takes beside what its method reads."""
+
+    capacity: int
+    token_mask_GS: jax.Array | None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenChoice:
-    """What the rules share in which every token chooses its experts."""
+    """What the rules share in which every token chooses its experts; a rule says `route`."""
 
     capacity_factor: float | None = 1.0
     """Room of an expert in training, in units of a balanced load; None is dropless."""
@@ -77,23 +84,56 @@ class TokenChoice:
         """The router of this rule."""
         return Router(d_model, num_experts, rule=self, rngs=rngs)
 
-    def capacity(self, group_size: int, num_experts: int, num_choices: int, training: bool) -> int:
-        """C for a group of S tokens; S where nothing may be dropped."""
-        factor = self.capacity_factor if training else self.eval_capacity_factor
-        if factor is None:
-            return group_size  # a token takes at most one slot of an expert
-        return expert_capacity(
-            group_size,
-            num_experts,
-            factor,
-            num_choices=num_choices,
-            min_capacity=self.min_capacity,
-        )
-
     @property
-    def queueing(self) -> Queueing:
-        """The keyword arguments of the pure function."""
+    def num_choices(self) -> int:
+        """K, experts of a token."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        logits_GSE: jax.Array,
+        *others: jax.Array,
+        token_mask_GS: jax.Array | None = None,
+        key: jax.Array | None = None,
+    ) -> RoutingPlan:
+        """The plan for the logits.
+
+        Args:
+          logits_GSE: of the router.
+          others: what the method reads beside them (the size of noise, a bias).
+          token_mask_GS: False for padding.
+          key: randomness of training, and limited capacity; None is deterministic evaluation.
+        """
+        _, group_size, num_experts = logits_GSE.shape
+        slots = self.slots(group_size, num_experts, token_mask_GS, training=key is not None)
+        return self.route(logits_GSE, *others, key=key, **slots)
+
+    def route(self, *read: Any, **given: Any) -> RoutingPlan:
+        """The pure function of the method on what it reads, `given` a key and the `Slots`."""
+        raise NotImplementedError
+
+    def slots(
+        self,
+        group_size: int,
+        num_experts: int,
+        token_mask_GS: jax.Array | None,
+        *,
+        training: bool,
+    ) -> Slots:
+        """The capacity of an expert for a group of S tokens, and how choices queue for it."""
+        factor = self.capacity_factor if training else self.eval_capacity_factor
+        capacity = group_size  # drops nothing: a token takes at most one slot of an expert
+        if factor is not None:
+            capacity = expert_capacity(
+                group_size,
+                num_experts,
+                factor,
+                num_choices=self.num_choices,
+                min_capacity=self.min_capacity,
+            )
         return {
+            "capacity": capacity,
+            "token_mask_GS": token_mask_GS,
             "slot_rule": self.slot_rule,
             "renormalize_after_drop": self.renormalize_after_drop,
             "batch_priority": self.batch_priority,
@@ -108,38 +148,31 @@ class Top2(TokenChoice):
     """Which second choices are kept in training: random, all, sampling or none."""
     kind: Literal["top2"] = "top2"
 
+    num_choices: ClassVar[int] = 2
+
     def __post_init__(self):
         super().__post_init__()
         check_choice("second_policy", self.second_policy, SecondPolicy)
 
-    def __call__(
-        self,
-        logits_GSE: jax.Array,
-        *,
-        token_mask_GS: jax.Array | None = None,
-        importance_GS: jax.Array | None = None,
-        key: jax.Array | None = None,
-    ) -> RoutingPlan:
-        """The plan for `logits_GSE`; `key=None` is deterministic evaluation."""
-        _, group_size, num_experts = logits_GSE.shape
+    def route(self, logits_GSE, *, key, **slots: Unpack[Slots]) -> RoutingPlan:
+        """`top2`; without a key nothing is drawn."""
         policy = self.second_policy
         if key is None and policy in ("random", "sampling"):
             policy = "all"
-        return top2(
-            logits_GSE,
-            capacity=self.capacity(group_size, num_experts, 2, training=key is not None),
-            second_policy=policy,
-            key=key,
-            token_mask_GS=token_mask_GS,
-            importance_GS=importance_GS,
-            **self.queueing,
-        )
+        return top2(logits_GSE, second_policy=policy, key=key, **slots)
 
 
-def check_num_choices(num_choices: int) -> None:
-    """Raises a UserError below 1; that they are at most E is checked where E is known."""
-    if num_choices < 1:
-        raise UserError(f"num_choices must be at least 1: got {num_choices}. Raise it.")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KChoices(TokenChoice):
+    """What the rules share in which a token has as many experts as one likes."""
+
+    num_choices: int = 2
+    """K, experts of a token."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_choices < 1:  # that they are at most E is checked where E is known
+            raise UserError(f"num_choices must be at least 1: got {self.num_choices}. Raise it.")
 
 
 def check_unused(rule: TokenChoice, *names: str) -> None:

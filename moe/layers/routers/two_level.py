@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, Unpack
 
 import jax
 from flax import nnx
 
 from moe.errors import UserError
 from moe.layers.routers.linear import Router, project
-from moe.layers.routers.token_choice import TokenChoice, check_num_choices
+from moe.layers.routers.token_choice import KChoices, Slots
 from moe.routing import RoutingPlan
 from moe.routing.top_k import top_k
 from moe.routing.two_level import two_level_logits
@@ -18,18 +18,18 @@ from moe.sharding import param
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TwoLevel(TokenChoice):
-    """The K experts of the largest products of both gates; see `moe.routing.two_level_logits`."""
+class TwoLevel(KChoices):
+    """The K experts of the largest products of both gates; see `moe.routing.two_level_logits`.
 
-    num_choices: int = 2
-    """K, experts of a token; their gates are divided by their sum."""
+    The gates of a token are divided by their sum.
+    """
+
     num_expert_groups: int = 2
     """Groups that the experts form, in order."""
     kind: Literal["two_level"] = "two_level"
 
     def __post_init__(self):
         super().__post_init__()
-        check_num_choices(self.num_choices)
         if self.num_expert_groups < 2:
             raise UserError(
                 f"num_expert_groups must be at least 2: got {self.num_expert_groups}. "
@@ -40,24 +40,9 @@ class TwoLevel(TokenChoice):
         """The router of this rule."""
         return TwoLevelRouter(d_model, num_experts, rule=self, rngs=rngs)
 
-    def __call__(
-        self,
-        logits_GSE: jax.Array,
-        *,
-        token_mask_GS: jax.Array | None = None,
-        key: jax.Array | None = None,
-    ) -> RoutingPlan:
-        """The plan for the joint logits; a key means training: limited capacity."""
-        _, group_size, num_experts = logits_GSE.shape
-        return top_k(
-            logits_GSE,
-            num_choices=self.num_choices,
-            capacity=self.capacity(
-                group_size, num_experts, self.num_choices, training=key is not None
-            ),
-            token_mask_GS=token_mask_GS,
-            **self.queueing,
-        )
+    def route(self, logits_GSE, *, key, **slots: Unpack[Slots]) -> RoutingPlan:
+        """`top_k` of the joint logits."""
+        return top_k(logits_GSE, num_choices=self.num_choices, **slots)
 
 
 class TwoLevelRouter(Router):
