@@ -124,13 +124,13 @@ def train_batches(
     for shard in names.tolist():
         packed = PackedBatches(stream[shard::num_shards], shape, bos_id=tokenizer.bos_id)
         shards[shard] = iter(_prefetch(packed, config))
-    return TrainBatches(shards, place * shape.num_rows + wanted % shape.num_rows)
+    return TrainBatches(shards, place * shape.num_rows + wanted % shape.num_rows, num_shards)
 
 
 class TrainBatches(Iterator[Batch]):
-    """The wanted rows of the batches that some shards make, restartable.
+    """The wanted rows of the batches that some of `num_shards` shards make, restartable.
 
-    Of the shards' rows, laid end to end, a batch has those numbered `rows`.
+    Of the rows of those shards, laid end to end, a batch has those numbered `rows`.
 
     `get_state()` is a dict that `json.dumps` takes: where each shard read here stands. After
     `set_state` on an iterator of the same arguments the batches go on exactly as they would have.
@@ -139,8 +139,10 @@ class TrainBatches(Iterator[Batch]):
     there are workers.
     """
 
-    def __init__(self, shards: Mapping[int, grain.DatasetIterator], rows: np.ndarray):
-        self._shards, self._rows = shards, rows
+    def __init__(
+        self, shards: Mapping[int, grain.DatasetIterator], rows: np.ndarray, num_shards: int
+    ):
+        self._shards, self._rows, self._num_shards = shards, rows, num_shards
 
     def __next__(self) -> Batch:
         batches = [next(shard) for shard in self._shards.values()]
@@ -154,12 +156,14 @@ class TrainBatches(Iterator[Batch]):
         """Goes on from `state`.
 
         Raises:
-          UserError: it lacks a shard.
+          UserError: it lacks a shard that is read here, or is of another number of shards.
         """
-        if missing := [name for name in self._shards if str(name) not in state]:
+        there_are = {str(name) for name in range(self._num_shards)}
+        if not {str(name) for name in self._shards} <= state.keys() <= there_are:
             raise UserError(
-                f"data state must hold the shards that are read: got {', '.join(state)} without "
-                f"{missing[0]}. Restore --mixture.shards to what it was."
+                f"data state must be of as many shards as are read: got the positions of "
+                f"{', '.join(sorted(state))} for mixture.shards={self._num_shards}. Take the shards of "
+                "the run that saved it (its config.json), or begin a new run."
             )
         for name, shard in self._shards.items():
             shard.set_state(state[str(name)])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moe.decoding.rows import on_own_rows
 from moe.errors import UserError
 
 Cache = Any  # any pytree of arrays; only the two functions below look inside
@@ -128,7 +129,8 @@ def beam_search(
         ).reshape(-1)
         logits_NV, cache = step_fn(token_N, beams.length, beams.cache)
         logits_BKV = logits_NV.reshape(batch_size, beam_size, -1)
-        parent_BK, token_BK, log_prob_BK = _continue(beams.log_prob_BK, logits_BKV)
+        continued = on_own_rows(_continue, in_dims=(0, 0), out_dim=0)
+        parent_BK, token_BK, log_prob_BK = continued(beams.log_prob_BK, logits_BKV)
         if beam_size > 1:
             first_row_B1 = jnp.arange(batch_size)[:, None] * beam_size
             cache = reorder_fn(cache, (first_row_B1 + parent_BK).reshape(-1))
@@ -191,7 +193,9 @@ def _retire(
     is_end_BK = token_BK == config.eos_id
     score_BK = log_prob_BK / length_penalty(length, alpha)
     score_BK = jnp.where(is_end_BK & old.running_B[:, None], score_BK, -jnp.inf)
-    ended = _merge(old.ended, live_BKS[:, :, 1:], score_BK, length)
+    length_BK = jnp.full(score_BK.shape, length, jnp.int32)
+    merge = on_own_rows(_merge, in_dims=(0, 0), out_dim=0)
+    ended = merge(old.ended, Hypotheses(live_BKS[:, :, 1:], score_BK, length_BK))
     # A finished sentence stays as it is: its beams at the limit are its second-best answer.
     live_BKS = jnp.where(old.running_B[:, None, None], live_BKS, old.live_BKS)
     log_prob_BK = jnp.where(is_end_BK, -jnp.inf, log_prob_BK)
@@ -203,11 +207,8 @@ def _retire(
     return _Beams(length, live_BKS, log_prob_BK, ended, running_B, cache)
 
 
-def _merge(
-    ended: Hypotheses, tokens_BKT: jax.Array, score_BK: jax.Array, length: jax.Array
-) -> Hypotheses:
+def _merge(ended: Hypotheses, new: Hypotheses) -> Hypotheses:
     """The num_best of the ended hypotheses and the new ones; of equals, the older."""
-    new = Hypotheses(tokens_BKT, score_BK, jnp.full(score_BK.shape, length, jnp.int32))
     both = _concatenate(ended, new)
     _, index_BK = jax.lax.top_k(both.scores_BK, ended.scores_BK.shape[1])
     return _take(both, index_BK)

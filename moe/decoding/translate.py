@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -17,6 +17,7 @@ from moe.decoding.batch import search_batch
 from moe.decoding.progress import sentences_progress
 from moe.decoding.search import SearchConfig
 from moe.errors import UserError
+from moe.sharding import num_shards
 
 _LOG = logging.getLogger(__name__)
 _SMALLEST_BUCKET = 16
@@ -35,7 +36,8 @@ class DecodingConfig:
     max_source_length: int = 1024
     """Most tokens of a source sentence, tag and end included; a longer one is an error."""
     batch_tokens: int = 1024
-    """Source tokens of a batch, padding included: 64 sentences of up to 16, 16 of up to 64."""
+    """Source tokens of a batch, padding included: 64 sentences of up to 16, 16 of up to 64. On a mesh
+    each part of the rows is such a batch."""
 
     def __post_init__(self) -> None:
         for name in ("beam_size", "max_source_length", "batch_tokens"):
@@ -46,8 +48,8 @@ class DecodingConfig:
                 raise UserError(f"{name} must be at least 0: got {getattr(self, name)}. Raise it.")
 
     def batch_size(self, bucket: int) -> int:
-        """Sentences in a batch of sources of up to `bucket` tokens."""
-        return max(1, self.batch_tokens // bucket)
+        """Sentences in a batch of sources of up to `bucket` tokens, on all devices of the mesh in force."""
+        return max(1, self.batch_tokens // bucket) * num_shards("batch")
 
     def limit(self, source_length: int) -> int:
         """Most target tokens, end included, for so many source tokens."""
@@ -72,6 +74,7 @@ def translate(
     target_lang: str | Sequence[str],
     config: DecodingConfig = DecodingConfig(),
     show_progress: bool = False,
+    wait_for_all: Callable[[], None] | None = None,
 ) -> list[str]:
     """Translates each sentence, independently of its neighbours.
 
@@ -80,6 +83,9 @@ def translate(
     same call gives the same text every time; with other neighbours a sentence only sees other
     rounding.
 
+    On a mesh (`jax.set_mesh`) all devices translate together, a batch for each part of the rows, those
+    of other processes too: every process makes the same call and gets all translations.
+
     Args:
       model: offers `encode`, `start_decoding` and `decode_step` as `moe.models.Transformer` does.
       tokenizer: the one the model was trained with.
@@ -87,6 +93,8 @@ def translate(
       target_lang: the language to translate into: one for all, or one for each sentence.
       config: see `DecodingConfig`.
       show_progress: a bar on stderr with sentences a second.
+      wait_for_all: called before a program first runs, which one of several processes may have
+        compiled long before another; see `moe.training.hosts`.
 
     Returns:
       The translations in the order of the sentences, each one line. One that reaches its length
@@ -99,12 +107,16 @@ def translate(
     sources = _encode(tokenizer, sentences, target_lang, config)
     graph, state = nnx.split(model)
     translations = [""] * len(sentences)
-    num_cut = 0
+    num_cut, compiled = 0, set[int]()
     with sentences_progress(len(sources), shown=show_progress) as advance:
         for bucket, lines in _batches(sources, config):
             search = config.search(bucket, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id)
             arrays = _pad([sources[line] for line in lines], bucket, config)
             start = time.perf_counter()
+            if wait_for_all is not None and bucket not in compiled:
+                search_batch.lower(graph, state, *arrays, config=search).compile()
+                wait_for_all()
+                compiled.add(bucket)
             found = jax.device_get(search_batch(graph, state, *arrays, config=search))
             seconds = time.perf_counter() - start  # the first batch of a bucket compiles
             _LOG.info("%d sentences of up to %d tokens: %.2f s", len(lines), bucket, seconds)

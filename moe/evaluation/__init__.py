@@ -1,7 +1,7 @@
 """How good the translations are: BLEU and chrF++ for each direction, beside two baselines."""
 
 from moe.evaluation.baselines import NearestSentence
-from moe.evaluation.evaluate import Evaluation, EvaluationConfig, evaluate
+from moe.evaluation.evaluate import Evaluation, EvaluationConfig, chosen_sentences, evaluate
 from moe.evaluation.metrics import Scores, score
 from moe.evaluation.table import samples_table, table
 
@@ -10,6 +10,7 @@ __all__ = [
     "EvaluationConfig",
     "NearestSentence",
     "Scores",
+    "chosen_sentences",
     "evaluate",
     "samples_table",
     "score",

@@ -126,15 +126,14 @@ def evaluate(
     Raises:
       UserError: a direction that the test data does not have or has no sentence for; none at all.
     """
-    directions = _directions(test, config)
-    chosen = {direction: _choose(test[direction], config.limit) for direction in directions}
-    pairs = [pair for direction in directions for pair in chosen[direction]]
+    chosen = _chosen(test, config)
     start = time.perf_counter()
-    outputs = iter(translate([p.source for p in pairs], [p.target_lang for p in pairs]))
+    outputs = translate(*_sentences(chosen))
     seconds = time.perf_counter() - start
+    rest = iter(outputs)
     results = [
-        _result(d, chosen[d], [next(outputs) for _ in chosen[d]], train.get(d, ()), config)
-        for d in directions
+        _result(d, pairs, [next(rest) for _ in pairs], train.get(d, ()), config)
+        for d, pairs in chosen.items()
     ]
     return Evaluation(
         config=config,
@@ -142,8 +141,27 @@ def evaluate(
         averages=_averages(results),
         without_test_sentences=[str(d) for d in sorted(test) if not len(test[d])],
         seconds=seconds,
-        sentences_per_second=len(pairs) / seconds,
+        sentences_per_second=len(outputs) / seconds,
     )
+
+
+def chosen_sentences(test: Pairs, config: EvaluationConfig) -> tuple[list[str], list[str]]:
+    """What `evaluate` calls its translator with, for a process that only helps to translate.
+
+    Raises:
+      UserError: as `evaluate`.
+    """
+    return _sentences(_chosen(test, config))
+
+
+def _chosen(test: Pairs, config: EvaluationConfig) -> dict[Direction, list[SentencePair]]:
+    return {d: _choose(test[d], config.limit) for d in _directions(test, config)}
+
+
+def _sentences(chosen: Mapping[Direction, list[SentencePair]]) -> tuple[list[str], list[str]]:
+    """The sources and the target language of each."""
+    pairs = list(itertools.chain(*chosen.values()))
+    return [pair.source for pair in pairs], [pair.target_lang for pair in pairs]
 
 
 def _directions(test: Pairs, config: EvaluationConfig) -> list[Direction]:

@@ -34,6 +34,7 @@ class BlockConfig:
     num_experts: int
     router: Rule
     dispatch: Dispatch
+    exchange_chunks: int
     group_size: int
     activation: Activation
     gated: bool
@@ -164,6 +165,7 @@ def _experts(
         c.num_experts,
         router=c.router,
         dispatch=c.dispatch,
+        exchange_chunks=c.exchange_chunks,
         group_size=c.group_size,
         activation=c.activation,
         gated=c.gated,

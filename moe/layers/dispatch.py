@@ -7,13 +7,15 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from moe import routing
 from moe.errors import UserError
 from moe.layers.experts import Experts
+from moe.layers.sorted_rows import run_sorted
 from moe.routing import RoutingPlan, SoftPlan
-from moe.sharding import constrain, mesh_axes, num_shards
+from moe.sharding import constrain, num_shards
+from moe.sharding.exchange import EXCHANGE
 
 Dispatch = Literal["auto", "sorted", "gather", "einsum"]
 
@@ -45,18 +47,18 @@ def choose_dispatch(wanted: Dispatch, plan: RoutingPlan | SoftPlan) -> DispatchC
         return DispatchChoice("einsum", "soft routing: every slot is a mixture of all tokens")
     if wanted != "auto":
         return DispatchChoice(wanted, "asked for")
-    num_devices = num_shards("experts")
-    if num_devices > 1:
-        return DispatchChoice(
-            "gather", f"experts are split over {num_devices} devices: equal slots travel all-to-all"
-        )
     if plan.expert_GSK.shape[-1] == plan.num_experts:
         return DispatchChoice("gather", "experts pick their tokens: no slot is empty")
-    if jax.default_backend() == "cpu":
+    num_devices = num_shards("experts")
+    if num_devices == 1 and jax.default_backend() == "cpu":
         return DispatchChoice("sorted", "experts are on every device: sorted rows have no padding")
     if plan.is_dropless:
         return DispatchChoice(
             "sorted", "dropless: sorted rows, not a slot for each token and expert"
+        )
+    if num_devices > 1:
+        return DispatchChoice(
+            "gather", f"experts are split over {num_devices} devices: equal slots travel all-to-all"
         )
     return DispatchChoice(
         "gather", "limited capacity: slots of equal size make one batched product"
@@ -64,16 +66,41 @@ def choose_dispatch(wanted: Dispatch, plan: RoutingPlan | SoftPlan) -> DispatchC
 
 
 def run_experts(
-    choice: DispatchChoice, plan: RoutingPlan | SoftPlan, x_GSM: jax.Array, experts: Experts
+    choice: DispatchChoice,
+    plan: RoutingPlan | SoftPlan,
+    x_GSM: jax.Array,
+    experts: Experts,
+    *,
+    exchange_chunks: int = 1,
 ) -> jax.Array:
-    """Dispatch, experts, combine: y_GSM in x's type."""
+    """Dispatch, experts, combine: y_GSM in x's type.
+
+    Where experts are split over devices, in `exchange_chunks` equal parts of a device's groups, or the
+    next smaller number that divides them. No part's exchange waits for the experts of another.
+    """
+    num_chunks = 1
+    if num_shards("experts") > 1:
+        num_groups = len(x_GSM) // num_shards("groups")
+        num_chunks = max(n for n in range(1, exchange_chunks + 1) if num_groups % n == 0)
     if choice.name == "sorted":
         assert isinstance(plan, RoutingPlan)
-        return _run_sorted(plan, x_GSM, experts)
+        return run_sorted(plan, x_GSM, experts, num_chunks)
     dispatch, combine = _TO_SLOTS[choice.name]
-    x_GECM = dispatch(plan, x_GSM)
-    y_GECM = from_experts(experts(to_experts(x_GECM)))
-    return combine(plan, y_GECM)
+    return combine(plan, _run_slots(dispatch(plan, x_GSM), experts, num_chunks))
+
+
+def _run_slots(x_GECM: jax.Array, experts: Experts, num_chunks: int) -> jax.Array:
+    """Slots to their experts and back: y_GECM."""
+    if num_chunks == 1:
+        return from_experts(experts(to_experts(x_GECM)))
+    _, *slots = x_GECM.shape
+    # A chunk is a part of each device's groups: [devices, chunks, the device's groups in one, ...].
+    x = x_GECM.reshape(num_shards("groups"), num_chunks, -1, *slots)
+    y = [
+        _run_slots(chunk.reshape(-1, *slots), experts, 1).reshape(chunk.shape)
+        for chunk in jnp.split(x, num_chunks, axis=1)
+    ]
+    return jnp.concatenate(y, axis=1).reshape(x_GECM.shape)
 
 
 def to_experts(x_GECM: jax.Array) -> jax.Array:
@@ -83,31 +110,12 @@ def to_experts(x_GECM: jax.Array) -> jax.Array:
     EGCM with one constraint it would cost all-gathers.
     """
     x_GECM = constrain(x_GECM, "groups", None, None, None)
-    return constrain(jnp.swapaxes(x_GECM, 0, 1), "experts", "exchanged_groups", None, None)
+    x_EGCM = constrain(jnp.swapaxes(x_GECM, 0, 1), "experts", "exchanged_groups", None, None)
+    return checkpoint_name(x_EGCM, EXCHANGE)
 
 
 def from_experts(y_EGCM: jax.Array) -> jax.Array:
     """The way back, the second all-to-all: y[G_(data,expert), E, C, M]."""
     y_EGCM = constrain(y_EGCM, "experts", "exchanged_groups", None, None)
-    return constrain(jnp.swapaxes(y_EGCM, 0, 1), "groups", None, None, None)
-
-
-def _run_sorted(plan: RoutingPlan, x_GSM: jax.Array, experts: Experts) -> jax.Array:
-    """Every device sorts its own tokens and holds every expert: no token crosses devices."""
-    graph, weights = nnx.split(experts)
-
-    def on_one_device(x_GSM, plan, weights):
-        x_RM, group_sizes_E = routing.sorted_dispatch(plan, x_GSM)
-        y_RM = nnx.merge(graph, weights).ragged(x_RM, group_sizes_E)
-        return routing.sorted_combine(plan, y_RM)
-
-    axes = mesh_axes("groups", jax.sharding.get_abstract_mesh())
-    if not axes:
-        return on_one_device(x_GSM, plan, weights)
-    groups = jax.P(axes)
-    # Of the plan, arrays with a G are split as the tokens are; its losses are whole everywhere.
-    plan_specs = jax.tree.map(lambda leaf: groups if leaf.ndim else jax.P(), plan)
-    on_all_devices = jax.shard_map(
-        on_one_device, in_specs=(groups, plan_specs, jax.P()), out_specs=groups, check_vma=False
-    )
-    return on_all_devices(x_GSM, plan, weights)
+    y_GECM = constrain(jnp.swapaxes(y_EGCM, 0, 1), "groups", None, None, None)
+    return checkpoint_name(y_GECM, EXCHANGE)

@@ -29,6 +29,8 @@ class MoEStats(routing.ExpertLoad):
       z_loss: float32 scalar, router z-loss, nats squared. Add it times 0.001 or so.
       budget_loss: float32 scalar, of a `ConditionalMoE` alone: how far its use of experts is from
         what it may use.
+      num_balanced: int32 scalar, the parts with a real token that `aux_loss` is the mean of: groups,
+        or sequences where the rule balances these.
       plan: the routing itself, where the layer's `capture_plan` is set; see docs/routing.md.
       dispatch: the back-end that ran and why.
     """
@@ -36,6 +38,7 @@ class MoEStats(routing.ExpertLoad):
     aux_loss: jax.Array
     z_loss: jax.Array
     budget_loss: jax.Array | float = 0.0
+    num_balanced: jax.Array | int = 1
     plan: RoutingPlan | SoftPlan | None = None
     dispatch: DispatchChoice | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -51,6 +54,23 @@ class MoEStats(routing.ExpertLoad):
             **fields,
             **more,
         )
+
+    def over_microbatches(self) -> MoEStats:
+        """Of the whole batch, where every field is led by layers and micro-batches Y, M; leaves Y.
+
+        Counts are added, means are weighed by what they are over. A balance loss over all tokens of
+        a call is no such mean: what comes out is the mean of the micro-batches' losses.
+        """
+
+        def mean(x, count):
+            weight = count.reshape(*count.shape, *(1,) * (x.ndim - 2))
+            return jnp.sum(x * weight, axis=1) / jnp.maximum(jnp.sum(weight, axis=1), 1)
+
+        of_tokens = ("mean_prob_E", "entropy", "z_loss", "budget_loss")
+        means = {name: mean(getattr(self, name), self.num_tokens) for name in of_tokens}
+        counts = jax.tree.map(lambda x: jnp.sum(x, axis=1), self)
+        aux_loss = mean(self.aux_loss, self.num_balanced)
+        return dataclasses.replace(counts, **means, aux_loss=aux_loss)
 
 
 class MoE(nnx.Module):
@@ -71,6 +91,7 @@ class MoE(nnx.Module):
         *,
         router: Rule = Top2(),  # noqa: B008  (frozen)
         dispatch: Dispatch = "auto",
+        exchange_chunks: int = 1,
         group_size: int = 1024,
         activation: Activation = jax.nn.relu,
         gated: bool = False,
@@ -90,6 +111,9 @@ class MoE(nnx.Module):
           dispatch: "sorted" (rows by expert, nothing padded), "gather" (slots of limited capacity, by
             indices), "einsum" (the paper's one-hot form) or "auto" (the fastest for the platform and
             mesh); same numbers. Which one ran and why is in the statistics.
+          exchange_chunks: where experts are split over devices, the groups of a device go to them in
+            this many equal parts (the next smaller number that divides them), so that the compiler
+            may overlap one part's exchange with the experts of another; same numbers.
           group_size: S, tokens that compete for the same slots. The tokens of a call are cut into
             groups in order, the last filled up with padding; fewer tokens make one smaller group.
             A result depends on it (not on the mesh) wherever capacity is limited.
@@ -113,7 +137,12 @@ class MoE(nnx.Module):
             raise UserError(
                 f"dispatch must be one of {get_args(Dispatch)}: got {dispatch!r}. Choose one of them."
             )
-        sizes = {"d_model": d_model, "d_hidden": d_hidden, "group_size": group_size}
+        sizes = {
+            "d_model": d_model,
+            "d_hidden": d_hidden,
+            "group_size": group_size,
+            "exchange_chunks": exchange_chunks,
+        }
         for name, size in sizes.items():
             if size < 1:
                 raise UserError(f"{name} must be at least 1: got {size}. Raise it.")
@@ -123,6 +152,7 @@ class MoE(nnx.Module):
             check_causal(router)
         self.group_size = group_size
         self.dispatch = dispatch
+        self.exchange_chunks = exchange_chunks
         self.dtype = dtype
         self.output_masking = output_masking
         self.capture_plan = False
@@ -171,13 +201,20 @@ class MoE(nnx.Module):
                 "Capture it with the same group size on an input of the same shape."
             )
         choice = choose_dispatch(self.dispatch, plan)
-        y_GSM = run_experts(choice, plan, x_GSM.astype(self.dtype or x_GSM.dtype), self.experts)
+        y_GSM = run_experts(
+            choice,
+            plan,
+            x_GSM.astype(self.dtype or x_GSM.dtype),
+            self.experts,
+            exchange_chunks=self.exchange_chunks,
+        )
 
         num_tokens = x_BLM.shape[0] * x_BLM.shape[1]
         y_TM = y_GSM.astype(x_BLM.dtype).reshape(-1, x_BLM.shape[-1])[:num_tokens]
         y_BLM = constrain(y_TM.reshape(x_BLM.shape), "batch", None, None)
         captured = plan if self.capture_plan else None
-        return y_BLM, MoEStats.of(plan, plan=captured, dispatch=choice)
+        num_balanced = self._num_balanced(plan, token_mask_BL)
+        return y_BLM, MoEStats.of(plan, num_balanced=num_balanced, plan=captured, dispatch=choice)
 
     def route(
         self,
@@ -208,6 +245,13 @@ class MoE(nnx.Module):
             masking_key = None if key is None else jax.random.fold_in(key, 1)
             plan = routing.mask_expert_outputs(plan, self.output_masking, key=masking_key)
         return plan
+
+    def _num_balanced(self, plan, token_mask_BL: jax.Array | None) -> jax.Array:
+        over = getattr(getattr(self.router, "rule", None), "balance_over", "group")
+        parts = plan.token_mask_GS
+        if over == "sequence" and token_mask_BL is not None:
+            parts = token_mask_BL
+        return jnp.sum(jnp.any(parts, axis=1), dtype=jnp.int32)
 
     def _group(self, x: jax.Array) -> jax.Array:
         """Cuts B L tokens into groups of S in order: G S; what is missing in the last is zero."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from moe.layers import Rule, Top2
 from moe.layers.block import Beside, BlockConfig
 from moe.layers.dispatch import Dispatch
 from moe.layers.moe import check_causal
+
+Remat = Literal["none", "exchange", "dots", "full"]
 
 _ACTIVATIONS = {
     "relu": jax.nn.relu,
@@ -50,6 +52,8 @@ class TransformerConfig:
     """The rule of the decoder, which must not look ahead; None is `router`."""
     dispatch: Dispatch = "auto"
     """How tokens are moved to experts; the numbers are the same."""
+    exchange_chunks: int = 1
+    """Parts in which the tokens of a device go to experts on others; the numbers are the same."""
     group_size: int = 1024
     """S, tokens that compete for the slots of an expert."""
     activation: Literal["relu", "gelu", "swiglu", "geglu"] = "relu"
@@ -66,9 +70,28 @@ class TransformerConfig:
     """Share of activations dropped in training, after each sub-layer and the embedding."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the computation; parameters and router are float32."""
+    remat: Remat = "none"
+    """What the backward pass computes again instead of keeping it: nothing, all but what crossed
+    devices, all but the products with weights, or all inside each pair of layers."""
+    num_microbatches: int = 1
+    """Parts of the rows of a batch that go through the layers one after another, and on a mesh with
+    stages through different ones at a time. Slots and noise are of each part; nothing depends on the
+    number of stages."""
+    pipeline_rounds: int = 1
+    """How often a part goes through all stages, each time through fewer layers of each: less idle
+    time, and weights that travel to their stages in each step. The numbers are the same."""
 
     def __post_init__(self):
-        for name in ("vocab_size", "d_model", "d_hidden", "num_heads", "group_size"):
+        for name in (
+            "vocab_size",
+            "d_model",
+            "d_hidden",
+            "num_heads",
+            "group_size",
+            "exchange_chunks",
+            "num_microbatches",
+            "pipeline_rounds",
+        ):
             if getattr(self, name) < 1:
                 raise UserError(
                     f"model.{name} must be at least 1: got {getattr(self, name)}. Raise it."
@@ -101,6 +124,10 @@ class TransformerConfig:
                 raise UserError(
                     f"model.{name} must be in [0, 1): got {getattr(self, name)}. Lower it."
                 )
+        if self.remat not in get_args(Remat):
+            raise UserError(
+                f"model.remat must be one of {get_args(Remat)}: got {self.remat!r}. Choose one of them."
+            )
         check_causal(self.decoder_router or self.router)
 
     @property
@@ -124,6 +151,7 @@ class TransformerConfig:
             num_experts=self.num_experts,
             router=(cross_attention and self.decoder_router) or self.router,
             dispatch=self.dispatch,
+            exchange_chunks=self.exchange_chunks,
             group_size=self.group_size,
             activation=_ACTIVATIONS[self.activation],
             gated=self.activation in ("swiglu", "geglu"),

@@ -60,8 +60,10 @@ class Transformer(nnx.Module):
         if not config.tied_embeddings:
             self.output_VM = param(init(rngs.params(), shape), "vocabulary", "model")
         encoder, decoder = (config.block(cross_attention=cross) for cross in (False, True))
-        self.encoder = Stack(encoder, config.num_encoder_layers, rngs=rngs)
-        self.decoder = Stack(decoder, config.num_decoder_layers, rngs=rngs)
+        names = ("remat", "num_microbatches", "pipeline_rounds")
+        running = {name: getattr(config, name) for name in names}
+        self.encoder = Stack(encoder, config.num_encoder_layers, **running, rngs=rngs)
+        self.decoder = Stack(decoder, config.num_decoder_layers, **running, rngs=rngs)
         if config.positions == "relative":
             self.encoder_bias = RelativeBias(config.num_heads, bidirectional=True, rngs=rngs)
             self.decoder_bias = RelativeBias(config.num_heads, bidirectional=False, rngs=rngs)

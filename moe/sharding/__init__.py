@@ -13,7 +13,8 @@ from moe.sharding.annotations import (
 )
 from moe.sharding.convolution import split_convolution
 from moe.sharding.explain import Collective, Explanation, Tensor, count_collectives, explain
-from moe.sharding.mesh import AXES, MeshConfig, make_mesh
+from moe.sharding.mesh import AXES, MeshConfig, WeightUpdate, make_mesh
+from moe.sharding.pipeline import from_microbatches, pipeline, to_microbatches
 from moe.sharding.rules import (
     ANY,
     LAYOUT,
@@ -23,6 +24,7 @@ from moe.sharding.rules import (
     num_shards,
     partition_spec,
 )
+from moe.sharding.weight_update import current_weight_update, gathered, spread, weight_update
 
 __all__ = [
     "ANY",
@@ -32,10 +34,14 @@ __all__ = [
     "Explanation",
     "MeshConfig",
     "Tensor",
+    "WeightUpdate",
     "constrain",
     "count_collectives",
     "current_layout",
+    "current_weight_update",
     "explain",
+    "from_microbatches",
+    "gathered",
     "layout",
     "make_mesh",
     "mesh_axes",
@@ -44,8 +50,12 @@ __all__ = [
     "pad_to_split",
     "param",
     "partition_spec",
+    "pipeline",
     "replicate",
     "shardings",
     "split",
     "split_convolution",
+    "spread",
+    "to_microbatches",
+    "weight_update",
 ]

@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moe.errors import UserError
 from moe.sharding.rules import ANY, Dim, partition_spec, spec_of
+from moe.sharding.weight_update import names, num_parts, spread_spec
 
 Axis = str | int
 Split = Any  # an Axis, several, None or -1, or ANY
@@ -127,13 +128,14 @@ def pad_to_split(
     return jnp.pad(x, widths, constant_values=value), mask
 
 
-def shardings(tree, mesh: jax.sharding.Mesh):
+def shardings(tree, mesh, *, spread: bool = False):
     """Where each array of a tree lives: a parameter as its dimensions say, all else on every device.
 
     Args:
-      tree: NNX states, and what Optax makes of them: an optimizer's slot keeps the dimensions of its
-        parameter if it has its rank (Adam's moments; not Adafactor's factors, which are small).
-        Shapes are read, values are not.
+      tree: NNX states, and what an optimizer makes of them: a slot that keeps names for its
+        dimensions lives beside its parameter. Shapes are read, values are not.
+      spread: split further, so that no device along the batch's axes holds a copy
+        (`moe.sharding.weight_update`), where one dimension at least divides.
 
     Returns:
       The same tree with a `NamedSharding` for each array.
@@ -145,12 +147,15 @@ def shardings(tree, mesh: jax.sharding.Mesh):
     def one(x):
         if not isinstance(x, nnx.Variable):
             return NamedSharding(mesh, PartitionSpec())
-        dims = x.get_metadata().get("out_sharding") or ()
-        if len(dims) != x.ndim:
-            dims = (None,) * x.ndim
+        if not hasattr(x.get_raw_value(), "shape"):
+            return x  # a slot that the optimizer has no use for
+        dims = names(x) if x.get_metadata().get("out_sharding") else (None,) * x.ndim
         spec = partition_spec(dims, mesh)
         _check_divides(x.shape, dims, spec, mesh)
-        return x.replace(NamedSharding(mesh, spec))
+        further = spread_spec(x.shape, names(x), mesh) if spread else spec
+        parts = num_parts(further, mesh)
+        divides = not any(size % number for size, number in zip(x.shape, parts, strict=True))
+        return x.replace(NamedSharding(mesh, further if divides else spec))
 
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 

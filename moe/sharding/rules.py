@@ -44,6 +44,8 @@ LAYOUT: Mapping[str, Axes] = MappingProxyType(
         "hidden": "model",
         "heads": "model",
         "vocabulary": "model",
+        # Pipeline parallelism: each stage holds layers that follow one another.
+        "layers": "stage",
     }
 )
 """The default: dimension -> mesh axes; a dimension that is not named here is not split."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from moe.errors import UserError
+
+_TEXTS = "data state and validation loss"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,12 +41,17 @@ class Checkpoints:
     """The checkpoints of one run: `<directory>/<step>/`, each complete or absent.
 
     Orbax writes into a temporary folder and renames it when the last byte is there, so a killed
-    process leaves no half checkpoint. A checksum of every array is stored beside it and compared on
-    restore, so damage to the files is found too.
+    process leaves no half checkpoint. A checksum of every array, of the data state and of the validation
+    loss is stored beside them and compared on restore, so damage to the files is found too: what is
+    restored is what was saved.
+
+    Raises:
+      UserError: a validation loss, which is read when the folder is opened, is damaged.
     """
 
     def __init__(self, directory: Path, config: CheckpointConfig = CheckpointConfig()):
         self.directory = directory
+        self._check_validation_losses()
         policies = [
             preservation_policy.LatestN(config.keep_last),
             preservation_policy.BestN(
@@ -67,39 +77,46 @@ class Checkpoints:
 
         Without a validation loss the checkpoint can be the newest but never the best.
         """
+        metrics = None if validation_loss is None else {"validation_loss": validation_loss}
+        sums = checksums(state) | {_TEXTS: _text_sum(data_state, metrics)}
         self._manager.save(
             step,
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(state),
                 data=ocp.args.JsonSave(data_state),
-                checksums=ocp.args.JsonSave(checksums(state)),
+                checksums=ocp.args.JsonSave(sums),
             ),
-            metrics=None if validation_loss is None else {"validation_loss": validation_loss},
+            metrics=metrics,
         )
 
-    def restore(self, step: int, like: Any) -> tuple[Any, Any]:
+    def restore(self, step: int, like: Any, *, partly: bool = False) -> tuple[Any, Any]:
         """The state and the data state of `step`, placed as `like` (arrays or their shapes) is.
+
+        With `partly` only what `like` has is read: `{"params": ...}` leaves the optimizer on disk.
 
         Raises:
           UserError: the checkpoint does not fit `like`, is damaged or is not complete.
         """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        wanted = ocp.args.StandardRestore(abstract)
+        if partly:
+            places = ocp.checkpoint_utils.construct_restore_args(abstract)
+            wanted = ocp.args.PyTreeRestore(abstract, restore_args=places, partial_restore=True)
         try:
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardRestore(abstract),
+                    state=wanted,
                     data=ocp.args.JsonRestore(),
                     checksums=ocp.args.JsonRestore(),
                 ),
             )
         except Exception as error:  # whatever Orbax and TensorStore raise on what they cannot read
             raise self._damaged(step, str(error).splitlines()[0]) from error
-        wrong = [
-            name
-            for name, value in checksums(restored.state).items()
-            if restored.checksums.get(name) != value
-        ]
+        sums = checksums(restored.state)
+        if _TEXTS in restored.checksums:  # not in those of earlier versions
+            sums[_TEXTS] = _text_sum(restored.data, self._manager.metrics(step))
+        wrong = [name for name, value in sums.items() if restored.checksums.get(name) != value]
         if wrong:
             raise self._damaged(step, f"{wrong[0]} is not what was saved")
         return restored.state, restored.data
@@ -124,8 +141,22 @@ class Checkpoints:
         """Waits and lets go of the directory."""
         self._manager.close()
 
+    def _check_validation_losses(self) -> None:
+        """Orbax reads them all when it opens the folder, and does not say which one is damaged."""
+        for step in self._listed():
+            file = self.directory / str(step) / "metrics" / "metrics"
+            try:
+                with contextlib.suppress(FileNotFoundError):  # it has none, or was just removed
+                    _validation_loss(json.loads(file.read_bytes()))
+            except (ValueError, KeyError, TypeError) as error:
+                raise self._damaged(step, "no validation loss in metrics/metrics") from error
+
+    def _listed(self) -> list[int]:
+        """The steps as the folder's names say; what is being written has another name."""
+        return sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdigit())
+
     def _damaged(self, step: int, reason: str) -> UserError:
-        others = [other for other in self.steps() if other != step]
+        others = [other for other in self._listed() if other != step]
         cure = f"use the checkpoint of step {others[-1]}" if others else "start the run anew"
         return UserError(
             f"checkpoint {self.directory / str(step)} must be complete and unchanged: {reason}. "
@@ -153,6 +184,10 @@ def _bit_sums(leaves: list[jax.Array]) -> list[jax.Array]:
         return jnp.sum(bits, dtype=jnp.uint32)
 
     return [one(leaf) for leaf in leaves]
+
+
+def _text_sum(data_state: Any, metrics: dict[str, float] | None) -> int:
+    return zlib.crc32(json.dumps([data_state, metrics], sort_keys=True).encode())
 
 
 def _validation_loss(metrics) -> float:

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax._src import distributed  # its key-value store has no public name; Orbax uses it alike
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from moe.errors import UserError
@@ -18,6 +20,7 @@ from moe.training.step import batch_sharding
 
 T = TypeVar("T")
 _rounds = itertools.count()
+_TEXT_STEP = 4096  # bytes; what is shared is filled up to a multiple, for few compiled programs
 _LONGEST_WAIT_MS = 6 * 3600 * 1000  # data are prepared meanwhile; a dead process ends it sooner
 
 
@@ -89,15 +92,41 @@ def join_hosts(config: HostsConfig) -> None:
         ) from error
 
 
+def wait_for_all() -> None:
+    """Returns when all processes have called it, however late the last one is."""
+    wait = ocp.multihost.get_barrier_sync_fn()  # JAX's own barriers are collectives of the devices
+    wait(key=f"moe/{next(_rounds)}", timeout_ms=_LONGEST_WAIT_MS)
+
+
 def share(value: Any) -> list[Any]:
     """What each process gives, which `json.dumps` must take, in their order; all must call it."""
+    wait_for_all()
+    text = json.dumps(value).encode()
+    longest = int(multihost_utils.process_allgather(np.int32(len(text))).max())
+    size = -(-longest // _TEXT_STEP) * _TEXT_STEP
+    rows = multihost_utils.process_allgather(np.frombuffer(text.ljust(size), np.uint8))
+    return [json.loads(row.tobytes()) for row in rows]
+
+
+def compiled_by_all(function: Callable[..., T]) -> Callable[..., T]:
+    """The jitted `function`, whose first call runs only when all processes have compiled it.
+
+    For one may take minutes longer than another, and on CPU a collective fails whose last process comes
+    30 seconds after the first.
+    """
     if jax.process_count() == 1:
-        return [value]
-    client, folder = distributed.global_state.client, f"moe/{next(_rounds)}/"
-    assert client is not None
-    client.key_value_set(f"{folder}{jax.process_index():09}", json.dumps(value))
-    client.wait_at_barrier(folder, _LONGEST_WAIT_MS)
-    return [json.loads(text) for _, text in sorted(client.key_value_dir_get(folder))]
+        return function
+    is_first = True
+
+    def run(*arguments: Any) -> T:
+        nonlocal is_first
+        if is_first:
+            function.lower(*arguments).compile()  # type: ignore[attr-defined]
+            wait_for_all()
+            is_first = False
+        return function(*arguments)
+
+    return run
 
 
 def agree(work: Callable[[], T]) -> T:

@@ -21,21 +21,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moe.data import Batch, Pairs, train_batches
 from moe.errors import UserError
 from moe.models import Stats
-from moe.sharding import make_mesh, shardings
+from moe.sharding import make_mesh, weight_update
 from moe.training.checkpoint import Checkpoints
 from moe.training.config import TrainConfig
-from moe.training.hosts import LostProcessError, agree, rows_here, share
+from moe.training.hosts import LostProcessError, agree, compiled_by_all, rows_here, share
 from moe.training.logs import RunLogs
 from moe.training.optimizer import learning_rate, make_optimizer
 from moe.training.run import Run, open_run, start_run
-from moe.training.step import (
-    Metrics,
-    TrainState,
-    batch_sharding,
-    init_state,
-    make_eval_step,
-    make_train_step,
-)
+from moe.training.state import TrainState, fitted, init_state, logical_shapes
+from moe.training.step import Metrics, batch_sharding, make_eval_step, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +76,14 @@ def train(
     if config.mixture.batch_size % mesh.size:
         raise UserError(
             f"mixture.batch_size must be a multiple of the devices: got {config.mixture.batch_size} "
-            f"rows for {mesh.size} devices. Change --mixture.batch-size."
+            f"rows for {mesh.size} devices. Use other devices, or in a new run --mixture.batch-size."
         )
     with contextlib.ExitStack() as stack:
         try:
             run, pairs = _start(config)
             if mesh.size > 1:
                 stack.enter_context(jax.set_mesh(mesh))
+            stack.enter_context(weight_update(config.mesh.weight_update))
             checkpoints = run.checkpoints()
             stack.callback(checkpoints.close)
             trainer = _Trainer(run, pairs, checkpoints, mesh, console)
@@ -144,24 +139,28 @@ class _Trainer:
         graph, self.state = init_state(
             run.model_config, optimizer, seed=config.seed, mesh=self.mesh
         )
-        self.train_step = make_train_step(graph, optimizer, config.objective)
-        self.eval_step = make_eval_step(graph)
+        self.train_step = compiled_by_all(make_train_step(graph, optimizer, config.objective))
+        self.eval_step = compiled_by_all(make_eval_step(graph))
         self.everywhere: Callable[[Stats], Stats] = lambda stats: stats
+        whole = NamedSharding(mesh, PartitionSpec())
         if jax.process_count() > 1:  # each holds a part
-            whole = NamedSharding(mesh, PartitionSpec())
-            self.everywhere = jax.jit(self.everywhere, out_shardings=whole)
+            self.everywhere = compiled_by_all(jax.jit(self.everywhere, out_shardings=whole))
         self.step = 0
         # Beside the state and not in it, so that a drop band can be set or taken away in a running run.
-        adapts = config.objective.drop_band is not None
-        start = np.float32(config.objective.balance_weight)
-        self.balance_weight: jax.typing.ArrayLike | None = start if adapts else None
+        balance_weight = config.objective.balance_weight
         if (step := checkpoints.latest()) is not None:
-            self.state, data_state = checkpoints.restore(step, self._like_state())
-            saved = data_state.pop("balance_weight", None)
-            if adapts and saved is not None:
-                self.balance_weight = np.float32(saved)
+            restored, data_state = checkpoints.restore(step, self._saved_shapes())
+            self.state = fitted(restored, self.state)
+            balance_weight = data_state.pop("balance_weight", balance_weight)
             self.batches.set_state(data_state)
             self.step = step
+        self.balance_weight: jax.Array | None = None
+        if config.objective.drop_band is not None:
+            self.balance_weight = jnp.float32(balance_weight)
+            if self.mesh:  # placed as a step returns it, so that the second is not compiled anew
+                self.balance_weight = jax.make_array_from_process_local_data(
+                    whole, np.float32(balance_weight), ()
+                )
         self.logs = RunLogs(run.path, step=self.step) if jax.process_index() == 0 else None
         self.validation_loss = float("nan")
 
@@ -257,16 +256,12 @@ class _Trainer:
             data_state |= state
         if self.balance_weight is not None:
             data_state |= {"balance_weight": float(np.asarray(self.balance_weight))}
-        self.checkpoints.save(self.step, self.state, data_state, validation_loss=validation_loss)
+        state = fitted(self.state, self._saved_shapes())
+        self.checkpoints.save(self.step, state, data_state, validation_loss=validation_loss)
 
-    def _like_state(self) -> TrainState:
-        """Shapes and places of the state, for a restore onto this mesh."""
-        if self.mesh is None:
-            return self.state
-        where = shardings(self.state, self.mesh)
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.state, where
-        )
+    def _saved_shapes(self) -> TrainState:
+        """Shapes of the state in a checkpoint, and places on this mesh."""
+        return self.state if self.mesh is None else logical_shapes(self.state, self.mesh)
 
     def _on_devices(self, batch: Batch) -> Batch:
         """The batch's rows on the devices that hold them; each process gives its own rows."""

@@ -12,14 +12,16 @@ import optax.contrib
 from flax import nnx
 
 from moe.errors import UserError
+from moe.training.by_matrix import own_dims, scale_by_adafactor, scale_by_trust_ratio
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """How gradients become updates."""
 
-    name: Literal["adamw", "adafactor", "muon"] = "adamw"
-    """AdamW; Adafactor (GShard's; less memory); or Muon for the matrices with AdamW for the rest."""
+    name: Literal["adamw", "adafactor", "lamb", "muon", "sgd"] = "adamw"
+    """AdamW; Adafactor (GShard's; less memory); LAMB (for large batches); Muon for the matrices with
+    AdamW for the rest; or SGD with momentum."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     schedule: Literal["rsqrt", "linear", "constant"] = "rsqrt"
@@ -27,9 +29,9 @@ class OptimizerConfig:
     warmup_steps: int = 1000
     """Steps in which the learning rate rises from 0 in a line."""
     beta1: float = 0.9
-    """AdamW and the AdamW part of Muon: decay of the mean of gradients."""
+    """Decay of the mean of gradients; of their sum in SGD. Adafactor has none."""
     beta2: float = 0.98
-    """The same: decay of the mean of squared gradients."""
+    """Decay of the mean of squared gradients; for Adafactor the most that 1 - step**-0.8 rises to."""
     weight_decay: float = 0.0
     """Share of a matrix taken off, times the learning rate, each step; vectors are left alone."""
     clip_norm: float = 1.0
@@ -62,46 +64,45 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     The state counts such steps, in a row and in all (`optax.ApplyIfFiniteState`); the training loop
     decides how many are too many.
     """
-    rate = learning_rate(config, steps)
-    if config.name == "adamw":
-        rule = optax.adamw(
-            rate,
-            b1=config.beta1,
-            b2=config.beta2,
-            weight_decay=config.weight_decay,
-            mask=_has_matrices,
-        )
-    elif config.name == "muon":
-        rule = optax.contrib.muon(
-            rate,
-            weight_decay=config.weight_decay,
-            adam_b1=config.beta1,
-            adam_b2=config.beta2,
-            consistent_rms=0.2,  # the size of AdamW's updates, so that learning rates carry over
-            muon_weight_dimension_numbers=_matrices,
-        )
-    else:
-        rule = optax.adafactor(
-            rate, multiply_by_parameter_scale=False, weight_decay_rate=config.weight_decay or None
-        )
-    clipped = optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
-    return optax.apply_if_finite(clipped, max_consecutive_errors=2**30)
+    rule = optax.chain(
+        optax.clip_by_global_norm(config.clip_norm), _rule(config, learning_rate(config, steps))
+    )
+    return optax.apply_if_finite(rule, max_consecutive_errors=2**30)
+
+
+def _rule(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    betas = {"b1": config.beta1, "b2": config.beta2}
+    decay = optax.add_decayed_weights(config.weight_decay, mask=_has_matrices)
+    step = optax.scale_by_learning_rate(rate)
+    match config.name:
+        case "adamw":
+            return optax.adamw(rate, **betas, weight_decay=config.weight_decay, mask=_has_matrices)
+        case "adafactor":
+            return optax.chain(scale_by_adafactor(max_decay=config.beta2), decay, step)
+        case "lamb":
+            adam = optax.scale_by_adam(**betas, eps=1e-6)
+            return optax.chain(adam, decay, scale_by_trust_ratio(), step)
+        case "sgd":
+            return optax.chain(optax.trace(config.beta1), decay, step)
+        case "muon":
+            return optax.contrib.muon(
+                rate,
+                weight_decay=config.weight_decay,
+                adam_b1=config.beta1,
+                adam_b2=config.beta2,
+                consistent_rms=0.2,  # the size of AdamW's updates, so that learning rates carry over
+                muon_weight_dimension_numbers=_matrices,
+            )
+    raise AssertionError(f"no rule for {config.name}")
 
 
 def _has_matrices(params: nnx.State) -> nnx.State:
-    """Which parameters are matrices, once layers and experts are taken one by one; vectors are not.
-
-    By the dimensions that a parameter names. One that names none (a norm's scale) is a vector,
-    stacked or not.
-    """
-
-    def read(param) -> bool:
-        if not isinstance(param, nnx.Variable):
-            return param.ndim > 1
-        dims = param.get_metadata().get("out_sharding") or ()
-        return len([dim for dim in dims if dim not in ("layers", "experts")]) > 1
-
-    return jax.tree.map(read, params, is_leaf=lambda p: isinstance(p, nnx.Variable))
+    """Which parameters are matrices, once layers and experts are taken one by one; vectors are not."""
+    return jax.tree.map(
+        lambda param: len(own_dims(param)) > 1,
+        params,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
 
 
 def _matrices(params: nnx.State) -> nnx.State:
@@ -117,7 +118,7 @@ def _matrices(params: nnx.State) -> nnx.State:
         dims = param.get_metadata().get("out_sharding") or ()
         if not {"hidden", "heads"} & set(dims) or "model" not in dims:
             return param.replace(None)
-        own = [i for i, dim in enumerate(dims) if dim not in ("layers", "experts")]
+        own = own_dims(param)
         inward = own[:1] if dims[own[0]] == "model" else own[:-1]
         outward = tuple(i for i in own if i not in inward)
         return param.replace(optax.contrib.MuonDimensionNumbers(tuple(inward), outward))

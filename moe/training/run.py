@@ -15,15 +15,17 @@ import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
+from jax.sharding import Mesh
 
 from moe.data import Batch, Direction, Pairs, Tokenizer, eval_batches, train_tokenizer
 from moe.data.pairs import Split
 from moe.errors import UserError
 from moe.models import Transformer, TransformerConfig
+from moe.sharding import shardings
 from moe.training.checkpoint import Checkpoints
 from moe.training.config import TrainConfig
 from moe.training.optimizer import make_optimizer
-from moe.training.step import TrainState, init_state
+from moe.training.state import TrainState, init_state
 
 # What may change when a run goes on: how long, where, what is recorded, and what `moe analyze` advises
 # to change in a run under way. The rest defines what is learnt from which batches.
@@ -222,21 +224,36 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     return Run(path, config, tokenizer)
 
 
-def load_model(run: Run, checkpoint: str = "best") -> tuple[Transformer, int]:
-    """The trained model of a run, on this process's default device, and the step it was saved at.
+def load_model(
+    run: Run, checkpoint: str = "best", *, mesh: Mesh | None = None
+) -> tuple[Transformer, int]:
+    """The trained model of a run, and the step it was saved at.
 
     Args:
       checkpoint: "best" (lowest validation loss), "last", or a step.
+      mesh: where the parameters go, each part straight to the devices that hold it; any mesh, whatever
+        the run was trained on. None is this process's default device.
 
     Raises:
-      UserError: no such checkpoint, or one that is damaged.
+      UserError: no such checkpoint, one that is damaged, or a mesh that the parameters do not divide by.
     """
-    graph, state, _ = read_checkpoint(run, checkpoint)
-    return nnx.merge(graph, state.params), int(state.step)
+    graph, params = jax.eval_shape(
+        lambda: nnx.split(Transformer(run.model_config, rngs=nnx.Rngs(0)))
+    )
+    place = jnp.zeros(()).sharding  # of the default device
+    places = jax.tree.map(lambda _: place, params) if mesh is None else shardings(params, mesh)
+    like = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params, places
+    )
+    checkpoints = run.checkpoints()
+    step = _chosen_step(checkpoints, checkpoint, run)
+    restored, _ = checkpoints.restore(step, {"params": like}, partly=True)
+    checkpoints.close()
+    return nnx.merge(graph, restored["params"]), step
 
 
 def read_checkpoint(run: Run, checkpoint: str) -> tuple[nnx.GraphDef, TrainState, Any]:
-    """The model's structure, its state and where its data go on; arguments as for `load_model`."""
+    """The model's structure, all of its state and where its data go on, on the default device."""
     checkpoints = run.checkpoints()
     step = _chosen_step(checkpoints, checkpoint, run)
     optimizer = make_optimizer(run.config.optimizer, run.config.steps)
@@ -285,9 +302,12 @@ def _check_same(old: TrainConfig, new: TrainConfig) -> None:
     for name in sorted(before.keys() | now.keys()):
         may_change = any(name == free or name.startswith(f"{free}.") for free in MAY_CHANGE)
         if not may_change and before.get(name) != now.get(name):
+            cure = "Restore it or choose another --run-dir"
+            if name == "model.num_experts":
+                cure = f"`moe upcycle {new.run_dir} NEW_RUN --num-experts {now[name]}` makes a run with it"
             raise UserError(
                 f"{name} must stay what the run in {old.run_dir} was started with: got "
-                f"{now.get(name)!r}, not {before.get(name)!r}. Restore it or choose another --run-dir."
+                f"{now.get(name)!r}, not {before.get(name)!r}. {cure}."
             )
 
 

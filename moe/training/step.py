@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from moe.data import Batch
 from moe.layers import update_router_biases
-from moe.models import Stats, Transformer, TransformerConfig
-from moe.sharding import partition_spec, shardings
+from moe.models import Stats
+from moe.sharding import gathered, partition_spec, spread
+from moe.sharding.weight_update import unpadded
 from moe.training.objective import (
     ObjectiveConfig,
     cross_entropy,
@@ -23,47 +23,9 @@ from moe.training.objective import (
     router_losses,
     total_loss,
 )
+from moe.training.state import TrainState, placed, updated
 
 Metrics = dict[str, jax.Array]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainState:
-    """All that training changes, and all that a checkpoint holds of it.
-
-    Attributes:
-      step: int32 scalar, steps taken, skipped ones included.
-      params: the model's parameters, an NNX state.
-      optimizer: the optimizer's state.
-    """
-
-    step: jax.Array
-    params: nnx.State
-    optimizer: Any
-
-
-def init_state(
-    config: TransformerConfig,
-    optimizer: optax.GradientTransformation,
-    *,
-    seed: int,
-    mesh: Mesh | None = None,
-) -> tuple[nnx.GraphDef, TrainState]:
-    """The model's structure and its first state, created where the mesh wants each part.
-
-    The same seed gives the same numbers on any mesh.
-    """
-
-    def create() -> tuple[nnx.GraphDef, TrainState]:
-        graph, params = nnx.split(Transformer(config, rngs=nnx.Rngs(seed)))
-        step = jnp.zeros((), jnp.int32)
-        return graph, TrainState(step=step, params=params, optimizer=optimizer.init(params))
-
-    if mesh is None:
-        return jax.jit(create)()
-    graph, abstract = jax.eval_shape(create)
-    return jax.jit(create, out_shardings=(graph, shardings(abstract, mesh)))()
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -100,6 +62,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch, key: jax.Array, balance_weight=None):
         key = jax.random.fold_in(key, state.step)
+        state = unpadded(state)
         grads, (metrics, stats) = jax.grad(loss_of, has_aux=True)(
             state.params, batch, key, balance_weight
         )
@@ -107,19 +70,15 @@ def make_train_step(
             metrics["balance_weight"] = next_balance_weight(
                 balance_weight, metrics["drop_rate"], objective
             )
-        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+        grads = spread(grads)
+        new = updated(state, grads, optimizer)
+        params = update_router_biases(new.params, state.params, stats)
         metrics |= {
             "grad_norm": optax.tree.norm(grads),
-            "skipped": optimizer_state.total_notfinite,
-            "skipped_in_a_row": optimizer_state.notfinite_count,
+            "skipped": new.optimizer.total_notfinite,
+            "skipped_in_a_row": new.optimizer.notfinite_count,
         }
-        params = optax.apply_updates(state.params, updates)
-        state = TrainState(
-            step=state.step + 1,
-            params=update_router_biases(params, state.params, stats),
-            optimizer=optimizer_state,
-        )
-        return state, metrics, stats
+        return placed(dataclasses.replace(new, params=params)), metrics, stats
 
     return jax.jit(step, donate_argnums=0)
 
@@ -148,4 +107,4 @@ def forward(
     """Teacher-forced logits_BLV and the expert load."""
     inputs = batch._asdict()
     del inputs["target_out_BL"]
-    return nnx.merge(graph, params)(**inputs, key=key)
+    return nnx.merge(graph, gathered(unpadded(params)))(**inputs, key=key)

@@ -156,6 +156,8 @@ def resize_model(
     loads: Mapping[str, Any],
     *,
     fewer: Literal["merge", "prune"] = "merge",
+    noise: float = 0.0,
+    rngs: nnx.Rngs | None = None,
 ) -> Transformer:
     """Makes a Transformer with another number of experts in every MoE layer, by the rules above.
 
@@ -165,6 +167,7 @@ def resize_model(
       loads: by stack the load, YE: `{name: s.assigned_E for name, s in stats.items()}` of what a call
         of the model returned.
       fewer: what happens where there are too many.
+      noise: as in `grow_experts`, with `rngs`.
 
     Raises:
       UserError: a dense model, a stack without its load, and as the rules.
@@ -179,7 +182,7 @@ def resize_model(
     for stack, load_YE in loads.items():
         sparse = getattr(new, stack).pairs.sparse
         if num_experts > model.config.num_experts:
-            sparse.ffn = grow_experts(sparse.ffn, num_experts, load_YE)
+            sparse.ffn = grow_experts(sparse.ffn, num_experts, load_YE, noise=noise, rngs=rngs)
         elif num_experts < model.config.num_experts:
             shrink = merge_experts if fewer == "merge" else prune_experts
             sparse.ffn = shrink(sparse.ffn, load_YE, num_experts)

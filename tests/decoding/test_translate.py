@@ -56,11 +56,12 @@ class CopyModel(nnx.Module):
         return source_BL[:, :, None], {}
 
     def start_decoding(self, memory_BTM, segments_BT, *, max_length, source_BT):
-        source_YBT = jnp.pad(memory_BTM[None, :, :, 0], ((0, 0), (0, 0), (0, max_length)))
-        return DecodeCache(own=(), memory=source_YBT, source_mask_BT=segments_BT > 0)
+        source_BT = jnp.pad(memory_BTM[:, :, 0], ((0, 0), (0, max_length)))
+        source_YBTND = source_BT[None, :, :, None, None]
+        return DecodeCache(own=(), memory=source_YBTND, source_mask_BT=segments_BT > 0)
 
     def decode_step(self, token_B, step, cache):
-        next_B = cache.memory[0, :, step]
+        next_B = cache.memory[0, :, step, 0, 0]
         logits_BV = jax.nn.one_hot(next_B, self.vocab_size) * self.scale[...]
         return logits_BV.at[:, WordTokenizer.eos_id].add(-20.0 * self.never_ends), cache
 

@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from moe import cli
 from moe.bench import LayerBenchOptions
+from moe.cli.analyze import AnalyzeArguments
+from moe.cli.evaluate import EvaluateArguments
+from moe.cli.plan import PlanArguments
+from moe.cli.translate import TranslateArguments
+from moe.cli.upcycle import UpcycleArguments
 from moe.training import HostsConfig, TrainConfig
 
 ROOT = Path(__file__).parent.parent.parent
@@ -106,11 +110,11 @@ def fields_of(cls: type, prefix: str = "") -> set[str]:
 def test_options_that_a_page_names_exist(page):
     commands = (
         TrainConfig,
-        cli.TranslateArguments,
-        cli.EvaluateArguments,
-        cli.AnalyzeArguments,
-        cli.UpcycleArguments,
-        cli.PlanArguments,
+        TranslateArguments,
+        EvaluateArguments,
+        AnalyzeArguments,
+        UpcycleArguments,
+        PlanArguments,
         LayerBenchOptions,
         HostsConfig,
     )

@@ -13,7 +13,7 @@ from flax import nnx
 from moe import routing
 from moe.errors import UserError
 from moe.layers import MoE, Top2
-from moe.layers.dispatch import choose_dispatch
+from moe.layers.dispatch import Dispatch, choose_dispatch
 from moe.sharding import MeshConfig, make_mesh, shardings
 
 B, L, M, H, E = 8, 6, 11, 13, 5
@@ -41,11 +41,13 @@ def test_auto_takes_sorted_rows_where_every_device_holds_every_expert():
     assert "no padding" in choice.reason
 
 
-def test_auto_takes_equal_slots_where_experts_are_split_over_devices():
+def test_auto_takes_equal_slots_of_limited_capacity_where_experts_are_split_over_devices():
     with jax.set_mesh(make_mesh(MeshConfig(data=2, expert=4))):
-        choice = choose_dispatch("auto", plan_of(capacity=6))
-    assert choice.name == "gather"
-    assert "4 devices" in choice.reason
+        limited, dropless = (choose_dispatch("auto", plan_of(capacity)) for capacity in (2, 6))
+    assert limited.name == "gather"
+    assert "4 devices" in limited.reason
+    assert dropless.name == "sorted"
+    assert "not a slot for each token and expert" in dropless.reason
 
 
 @pytest.mark.parametrize(("capacity", "name"), [(6, "sorted"), (2, "gather")])
@@ -71,7 +73,7 @@ def test_the_statistics_say_which_back_end_ran_and_why():
     assert stats.dispatch.reason
 
 
-def value_and_gradients(dispatch: str, key, *, num_experts=E, mesh=None, **options):
+def value_and_gradients(dispatch: Dispatch, key, *, num_experts=E, mesh=None, **options):
     """Output, statistics and gradients of a layer in training (key) or evaluation (None)."""
     layer = MoE(M, H, num_experts, dispatch=dispatch, group_size=L, **options, rngs=nnx.Rngs(0))
     graph, params = nnx.split(layer)
@@ -102,9 +104,8 @@ def test_every_pair_of_back_ends_agrees_in_values_and_gradients(training, gated)
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=3e-5)
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(data=8), MeshConfig(data=2, expert=4)], ids=str)
-def test_sorted_rows_on_eight_devices_are_those_of_one(mesh):
-    alone = value_and_gradients("sorted", None, num_experts=8)
-    together = value_and_gradients("sorted", None, num_experts=8, mesh=make_mesh(mesh))
+def test_sorted_rows_of_eight_devices_that_hold_all_experts_are_those_of_one():
+    alone = value_and_gradients("sorted", None)
+    together = value_and_gradients("sorted", None, mesh=make_mesh(MeshConfig(data=8)))
     for a, b in zip(alone, together, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=3e-5)

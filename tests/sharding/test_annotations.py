@@ -36,19 +36,19 @@ def test_parameters_keep_their_dimensions():
 
 
 def test_the_mesh_fills_the_devices_that_experts_leave():
-    assert dict(make_mesh(MeshConfig(expert=4)).shape) == {"data": 2, "expert": 4, "model": 1}
-    assert dict(make_mesh(MeshConfig(), jax.devices()[:3]).shape) == {
-        "data": 3,
-        "expert": 1,
-        "model": 1,
-    }
+    ones = dict.fromkeys(("data", "stage", "expert", "model"), 1)
+    assert dict(make_mesh(MeshConfig(expert=4)).shape) == ones | {"data": 2, "expert": 4}
+    assert dict(make_mesh(MeshConfig(), jax.devices()[:3]).shape) == ones | {"data": 3}
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: make_mesh(MeshConfig(data=3)), "got data=3 x expert=1 x model=1 for 8 att"),
-        (lambda: make_mesh(MeshConfig(expert=5)), "got data=any x expert=5 x model=1 for 8 att"),
+        (lambda: make_mesh(MeshConfig(data=3)), "got data=3 x stage=1 x expert=1 x model=1 for 8"),
+        (
+            lambda: make_mesh(MeshConfig(expert=5)),
+            "got data=any x stage=1 x expert=5 x model=1 for 8",
+        ),
         (lambda: MeshConfig(expert=0), "mesh.expert must be at least 1: got 0"),
         (
             lambda: param(jnp.zeros((2, 3)), "model"),

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from moe.layers import MoE, Top2
 from moe.layers.feed_forward import FeedForward
-from moe.sharding import AXES, MeshConfig, constrain, layout, make_mesh, shardings
+from moe.sharding import MeshConfig, constrain, layout, make_mesh, shardings
 
 # What is split divides by 8; 16 rows of 3 tokens make 8 groups of 6.
 B, L, M, H, E, S = 16, 3, 16, 24, 8, 6
+AXES = ("data", "expert", "model")
 MESHES = [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4), (1, 1, 8)]
 
 

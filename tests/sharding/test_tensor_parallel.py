@@ -11,7 +11,8 @@ from moe.sharding import MeshConfig, explain, make_mesh
 from moe.training.objective import ObjectiveConfig
 from moe.training.optimizer import OptimizerConfig, make_optimizer
 from moe.training.run import start_run
-from moe.training.step import batch_sharding, init_state, make_train_step
+from moe.training.state import init_state
+from moe.training.step import batch_sharding, make_train_step
 from tests.training.small import small_config
 
 

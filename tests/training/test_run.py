@@ -94,6 +94,13 @@ def test_another_configuration_is_refused_and_nothing_is_touched(copied):
     assert {p: p.read_bytes() for p in copied.rglob("*") if p.is_file()} == before
 
 
+def test_another_number_of_experts_is_refused_with_the_command_that_makes_it(copied):
+    other = dataclasses.replace(small_config(copied).model, num_experts=16)
+    command = rf"moe upcycle {copied} NEW_RUN --num-experts 16"
+    with pytest.raises(UserError, match=f"num_experts must stay .* got 16, not 8. `{command}`"):
+        train(small_config(copied, model=other))
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(UserError, match=r"run_dir must be a run, empty or new: got .*thesis.tex"):

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from moe.data import train_batches
-from moe.sharding import MeshConfig, count_collectives, make_mesh
+from moe.sharding import MeshConfig, count_collectives, make_mesh, weight_update
 from moe.training.objective import ObjectiveConfig
 from moe.training.optimizer import OptimizerConfig, make_optimizer
 from moe.training.run import start_run
-from moe.training.step import batch_sharding, init_state, make_train_step
+from moe.training.state import init_state
+from moe.training.step import batch_sharding, make_train_step
 from tests.training.small import small_config
 
 
@@ -38,18 +39,23 @@ def one_step(model_config, batch, optimizer_name: str, mesh=None):
     )
 
 
-@pytest.mark.parametrize("optimizer_name", ["adamw", "adafactor"])
-def test_a_training_step_on_eight_devices_gives_the_numbers_of_one(setting, optimizer_name):
+@pytest.mark.parametrize(
+    # [Y, E, M, H] with the 8 experts over 4 devices; M over the 2 that would hold copies.
+    ("optimizer_name", "mode", "part"),
+    [("adamw", "replicated", (1, 2, 16, 32)), ("adafactor", "fully_sharded", (1, 2, 8, 32))],
+)
+def test_a_training_step_on_eight_devices_gives_the_numbers_of_one(
+    setting, optimizer_name, mode, part
+):
     expected, *_ = one_step(*setting, optimizer_name)
     mesh = make_mesh(MeshConfig(data=2, expert=4))
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), weight_update(mode):
         found, step, inputs = one_step(*setting, optimizer_name, mesh)
         counts = count_collectives(step.lower(*inputs).compile())
         experts = (
             inputs[0].params["encoder"]["pairs"]["sparse"]["ffn"]["experts"]["wi_EMH"].get_value()
         )
-    # [Y, E, M, H] with the 8 experts over 4 devices.
-    assert experts.addressable_shards[0].data.shape == (1, 2, 16, 32)
+    assert experts.addressable_shards[0].data.shape == part
     assert counts["all-to-all"] == 8  # four for each of the two MoE layers
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         # Adam divides by the root of tiny squared gradients, so rounding shows up in the update;

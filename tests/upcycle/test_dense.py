@@ -16,7 +16,8 @@ from moe.models import Transformer, TransformerConfig
 from moe.training import open_run
 from moe.training.optimizer import make_optimizer
 from moe.training.run import read_checkpoint, start_run
-from moe.training.step import init_state, make_eval_step
+from moe.training.state import init_state
+from moe.training.step import make_eval_step
 from moe.upcycle import upcycle, upcycle_config, upcycle_model
 from moe.upcycle.run import upcycle_run, upcycle_run_config
 from tests.training.small import small_config
@@ -24,6 +25,7 @@ from tests.training.small import small_config
 B, L, M, H, E = 2, 7, 5, 11, 3
 # Gates that sum to 1 within a few units in the last place, times sums of 11 numbers of size 10.
 CLOSE = {"rtol": 2e-5, "atol": 5e-5}
+SETTINGS = {"dispatch": "einsum"}  # which compiles quickly
 
 
 def trained(*, gated, use_bias):
@@ -62,7 +64,7 @@ def x_BLM():
 )
 def test_the_first_forward_pass_is_the_dense_ffn(x_BLM, gated, use_bias, rule):
     ffn = trained(gated=gated, use_bias=use_bias)
-    layer = upcycle(ffn, E, router=rule, rngs=nnx.Rngs(1), group_size=5)
+    layer = upcycle(ffn, E, router=rule, rngs=nnx.Rngs(1), group_size=5, **SETTINGS)
     ids_BL = jnp.arange(B * L).reshape(B, L) % 2
     np.testing.assert_allclose(output(layer, x_BLM, None, ids_BL)[0], ffn(x_BLM), **CLOSE)
 
@@ -70,7 +72,7 @@ def test_the_first_forward_pass_is_the_dense_ffn(x_BLM, gated, use_bias, rule):
 def test_so_is_a_training_pass_in_which_no_token_loses_all_its_experts(x_BLM):
     ffn = trained(gated=False, use_bias=False)
     rule = Top2(capacity_factor=1.5, min_capacity=1, renormalize_after_drop=True)
-    layer = upcycle(ffn, E, router=rule, rngs=nnx.Rngs(1))
+    layer = upcycle(ffn, E, router=rule, rngs=nnx.Rngs(1), **SETTINGS)
     layer.capture_plan = True
     y_BLM, stats = output(layer, x_BLM, jax.random.key(3))
     kept_BL = np.asarray(stats.plan.kept_GSK.any(-1)).reshape(B, L)
@@ -89,7 +91,7 @@ def test_arrays_of_any_model_are_enough(x_BLM):
     }
     inward.bias.set_value(jnp.asarray(arrays["bi_H"]))
     outward.bias.set_value(jnp.asarray(arrays["bo_M"]))
-    layer = upcycle(arrays, E, activation=jax.nn.tanh, rngs=nnx.Rngs(1))
+    layer = upcycle(arrays, E, activation=jax.nn.tanh, rngs=nnx.Rngs(1), **SETTINGS)
     np.testing.assert_allclose(
         output(layer, x_BLM)[0], outward(jax.nn.tanh(inward(x_BLM))), **CLOSE
     )
@@ -97,7 +99,7 @@ def test_arrays_of_any_model_are_enough(x_BLM):
 
 def test_a_gate_that_is_a_probability_scales_the_dense_output(x_BLM):
     ffn = trained(gated=False, use_bias=True)
-    layer = upcycle(ffn, E, router=Top1(), rngs=nnx.Rngs(1))
+    layer = upcycle(ffn, E, router=Top1(), rngs=nnx.Rngs(1), **SETTINGS)
     layer.capture_plan = True
     y_BLM, stats = output(layer, x_BLM)
     gate_BL1 = stats.plan.gate_GSK.reshape(B, L, 1)
@@ -117,7 +119,7 @@ def test_noise_is_relative_and_every_expert_has_its_own():
 
 
 def test_a_step_of_training_makes_the_experts_differ(x_BLM):
-    layer = upcycle(trained(gated=False, use_bias=False), E, rngs=nnx.Rngs(1))
+    layer = upcycle(trained(gated=False, use_bias=False), E, rngs=nnx.Rngs(1), **SETTINGS)
 
     def loss(layer):
         return jnp.mean((layer(x_BLM)[0] - 1) ** 2)
@@ -158,7 +160,7 @@ def test_one_expert_and_negative_noise_are_refused():
 def dense_run(tmp_path_factory):
     """A dense run with one checkpoint, whose batches have come as far as 7."""
     config = small_config(tmp_path_factory.mktemp("runs") / "dense")
-    model = dataclasses.replace(config.model, num_experts=0, activation="swiglu")
+    model = dataclasses.replace(config.model, num_experts=0, activation="swiglu", **SETTINGS)
     config = dataclasses.replace(config, model=model)
     run = start_run(config, config.source.pairs("train"))
     optimizer = make_optimizer(config.optimizer, config.steps)
@@ -202,7 +204,7 @@ def test_a_folder_that_holds_a_run_is_refused(dense_run):
 def test_other_data_are_refused(dense_run, tmp_path):
     config = upcycle_run_config(dense_run, str(tmp_path / "new"), 4)
     mixture = dataclasses.replace(config.mixture, batch_size=4)
-    with pytest.raises(UserError, match="mixture must be that of the dense run"):
+    with pytest.raises(UserError, match="mixture must be that of the old run"):
         upcycle_run(dense_run.path, dataclasses.replace(config, mixture=mixture))
     assert not (tmp_path / "new").exists()
 
@@ -215,6 +217,7 @@ SMALL = TransformerConfig(
     num_encoder_layers=4,
     num_decoder_layers=2,
     num_experts=0,
+    **SETTINGS,
 )
 
 
