@@ -186,7 +186,7 @@ MISTAKES = [
     (["train", "small.py", "--model.num-experts", "1"], "num_experts must be 0 .* got 1"),
     (
         ["train", "small.py", "--mesh.expert", "3"],
-        r"mesh must fit the devices: got data=any x expert=3",
+        r"mesh must fit the devices: got data=any x stage=1 x expert=3",
     ),
     (["train", "small.py", "--source.languages", "xx"], "xx"),
     (["train", "small.py", "--model.d-model", "32"], "model.d_model must stay .* got 32, not 16"),

@@ -37,7 +37,7 @@ ANNOTATIONS = {
     "split of the last": (lambda x: split(x, -1, "model"), P(None, "model")),
     "split over two axes": (lambda x: split(x, 0, ("model", "data")), P(("model", "data"))),
     "mesh_split by name": (lambda x: mesh_split(x, ("data", "model")), P("data", "model")),
-    "mesh_split by index": (lambda x: mesh_split(x, (2, 0)), P("model", "data")),
+    "mesh_split by index": (lambda x: mesh_split(x, (3, 0)), P("model", "data")),
     "mesh_split of some": (lambda x: mesh_split(x, (-1, "data")), P(None, "data")),
     "mesh_split over two": (lambda x: mesh_split(x, ((0, "model"), -1)), P(("data", "model"))),
     "by dimension": (lambda x: constrain(x, "batch", "hidden"), P(("data", "expert"), "model")),
@@ -151,9 +151,12 @@ def test_in_a_manual_region_its_axes_are_refused(annotate, message, mesh, x_34):
     [
         (
             lambda x: split(x, 0, "modle"),
-            r"got 'modle', the mesh has \('data', 'expert', 'model'\)",
+            r"got 'modle', the mesh has \('data', 'stage', 'expert', 'model'\)",
         ),
-        (lambda x: mesh_split(x, (3, -1)), r"got 3, the mesh has \('data', 'expert', 'model'\)"),
+        (
+            lambda x: mesh_split(x, (4, -1)),
+            r"got 4, the mesh has \('data', 'stage', 'expert', 'model'\)",
+        ),
         (lambda x: mesh_split(x, ("data",)), r"got \('data',\) for shape \(8, 12\)"),
         (lambda x: mesh_split(x, ("data", "data")), "got 'data' for dimensions 0 and 1"),
         (lambda x: mesh_split(x, (("data", 0), -1)), "got 'data' for dimensions 0 and 0"),
