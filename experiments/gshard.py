@@ -5,7 +5,8 @@ Command:  moe plan experiments/gshard.py --model 2048e_36l --topology v5p:8x16x1
 Hardware: as many devices as experts. Planned only, see docs/scaling.md; none was trained.
 
 As published (arXiv:2006.16668, section 4): widths, heads, ReLU, dropout, top-2 in every other layer,
-groups of 1024 tokens, tokens a batch, float32, Adafactor without momentum.
+groups of 1024 tokens with 2 * 1024 / E slots an expert, tokens a batch, float32, Adafactor without
+momentum.
 Ours instead: one vocabulary of 32,000 for source and target, tied to the output (theirs: 64,000 and
 32,000); rotary positions; a linear warm-up to the learning rate 0.01, which 1.0 / sqrt(step) has at
 step 10,000, then the same 1 / sqrt decay. Rows are 128 tokens long on each side, and the batch counts
@@ -68,14 +69,19 @@ def config(model: str = "128e_12l") -> TrainConfig:
             num_encoder_layers=published.num_layers // 2,
             num_decoder_layers=published.num_layers // 2,
             num_experts=published.num_experts,
-            router=Top2(capacity_factor=1.0),
+            router=Top2(capacity_factor=1.0, min_capacity=1),
             group_size=1024,
             activation="relu",
             dropout=0.1,
+            remat="full",
         ),
         objective=ObjectiveConfig(label_smoothing=0.1),
         optimizer=OptimizerConfig(
-            name="adafactor", learning_rate=0.01, schedule="rsqrt", warmup_steps=10_000
+            name="adafactor",
+            learning_rate=0.01,
+            schedule="rsqrt",
+            warmup_steps=10_000,
+            beta2=0.99,
         ),
         mesh=MeshConfig(expert=published.num_experts),
         checkpoint=CheckpointConfig(every=5000),

@@ -7,9 +7,10 @@ from moe.planning.chips import CHIPS, Chip, Slice, read_slice
 from moe.planning.devices import planned_devices, simulated_devices, slice_devices
 from moe.planning.page import plan_page
 from moe.planning.plan import Exchange, Memory, Parameters, Plan, plan, plan_of
+from moe.planning.program import Program
 from moe.planning.report import ranking, show
 from moe.planning.search import legal_meshes, search
-from moe.planning.step_time import StepTime
+from moe.planning.step_time import StepTime, model_step_time
 
 __all__ = [
     "CHIPS",
@@ -19,10 +20,12 @@ __all__ = [
     "Memory",
     "Parameters",
     "Plan",
+    "Program",
     "Slice",
     "StepTime",
     "compile_step",
     "legal_meshes",
+    "model_step_time",
     "plan",
     "plan_of",
     "plan_page",

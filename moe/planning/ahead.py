@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
+import functools
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from moe.data import Batch
-from moe.models import Transformer
-from moe.sharding import make_mesh, shardings
+from moe.planning.chips import Slice
+from moe.planning.devices import slice_devices
+from moe.planning.program import Program, compiled_program, optimised_program
+from moe.sharding import make_mesh, weight_update
 from moe.training import TrainConfig
 from moe.training.optimizer import make_optimizer
-from moe.training.step import TrainState, batch_sharding, make_train_step
+from moe.training.state import TrainState, create_state, state_shardings
+from moe.training.step import batch_sharding, make_train_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,7 @@ class CompiledStep:
       config: the run.
       mesh: its mesh.
       state: shapes and shardings of what training changes.
-      compiled: the program.
-      text: its HLO, that of one device.
+      program: what the compiler made of it, for one device.
       jaxpr: the step as traced, before it is split over devices.
       lower_seconds, compile_seconds: time that tracing and the compiler took.
     """
@@ -39,52 +39,73 @@ class CompiledStep:
     config: TrainConfig
     mesh: jax.sharding.Mesh
     state: TrainState
-    compiled: jax.stages.Compiled
-    text: str
+    program: Program
     jaxpr: Any
     lower_seconds: float
     compile_seconds: float
 
 
-def compile_step(config: TrainConfig, devices: Sequence[jax.Device]) -> CompiledStep:
+def compile_step(
+    config: TrainConfig,
+    devices: Sequence[jax.Device],
+    *,
+    where: Slice | None = None,
+    machine_code: bool = False,
+) -> CompiledStep:
     """The step of `moe train` for the mesh of `config` over `devices`.
 
     The vocabulary is `config.model.vocab_size`: no tokenizer is trained for a plan.
 
+    Args:
+      config: the run.
+      devices: of the run.
+      where: the slice that they are, if they are TPU chips.
+      machine_code: for TPU chips, wait for it too; see `moe.planning.program`.
+
     Raises:
-      UserError: a mesh that fits neither the devices, the model nor the batch.
+      UserError: a mesh that fits neither the devices, the model nor the batch, or a step that the
+        compiler cannot fit into the memory of a chip.
     """
-    mesh = make_mesh(config.mesh, devices)
-    optimizer = make_optimizer(config.optimizer, config.steps)
-
-    def create() -> tuple[nnx.GraphDef, TrainState]:
-        graph, params = nnx.split(Transformer(config.model, rngs=nnx.Rngs(config.seed)))
-        step = jnp.zeros((), jnp.int32)
-        return graph, TrainState(step=step, params=params, optimizer=optimizer.init(params))
-
-    with contextlib.ExitStack() as stack:
-        if mesh.size > 1:  # as in training
-            stack.enter_context(jax.set_mesh(mesh))
-        start = time.perf_counter()
-        graph, abstract = jax.eval_shape(create)
-        state = jax.tree.map(_placed, abstract, shardings(abstract, mesh))
-        key = jax.eval_shape(lambda: jax.random.key(config.seed))
-        step: Any = make_train_step(graph, optimizer, config.objective)
-        traced = step.trace(state, abstract_batch(config, mesh), key)
-        lowered = traced.lower()
-        lowered_at = time.perf_counter()
-        compiled, text = _compile(lowered, devices[0].platform)
-        end = time.perf_counter()
+    start = time.perf_counter()
+    mesh, state, traced = _trace(config, devices)
+    lowered = traced.lower()
+    lowered_at = time.perf_counter()
+    if where is None or machine_code:
+        program = compiled_program(lowered, on_tpu=devices[0].platform == "tpu")
+    else:
+        program = optimised_program(compile_for_slice, config, where)
+    end = time.perf_counter()
     return CompiledStep(
         config=config,
         mesh=mesh,
         state=state,
-        compiled=compiled,
-        text=text,
+        program=program,
         jaxpr=traced.jaxpr,
         lower_seconds=lowered_at - start,
         compile_seconds=end - lowered_at,
     )
+
+
+def compile_for_slice(config: TrainConfig, where: Slice, options: dict[str, Any]) -> None:
+    """Compiles the step for a slice's chips, for what the compiler writes on its way."""
+    *_, traced = _trace(config, slice_devices(where))
+    traced.lower().compile(compiler_options=options)
+
+
+def _trace(config: TrainConfig, devices: Sequence[jax.Device]):
+    """The mesh, the state's shapes and the step as traced."""
+    mesh = make_mesh(config.mesh, devices)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    create = functools.partial(create_state, config.model, optimizer, seed=config.seed, mesh=mesh)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(weight_update(config.mesh.weight_update))
+        if mesh.size > 1:  # as in training
+            stack.enter_context(jax.set_mesh(mesh))
+        graph, abstract = jax.eval_shape(create)
+        state = jax.tree.map(_placed, abstract, state_shardings(abstract, mesh))
+        key = jax.eval_shape(lambda: jax.random.key(config.seed))
+        step: Any = make_train_step(graph, optimizer, config.objective)
+        return mesh, state, step.trace(state, abstract_batch(config, mesh), key)
 
 
 def abstract_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> Batch:
@@ -101,19 +122,3 @@ def abstract_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> Batch:
 
 def _placed(x, sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _compile(lowered: jax.stages.Lowered, platform: str) -> tuple[jax.stages.Compiled, str]:
-    """The program and its text.
-
-    The TPU compiler writes its text while it compiles: libtpu 0.0.52 cannot print a finished program
-    in which it gave a gather to the sparse cores ("async-update instruction should have 1 operands").
-    """
-    if platform != "tpu":
-        compiled = lowered.compile()
-        return compiled, compiled.as_text() or ""
-    with tempfile.TemporaryDirectory() as folder:
-        options: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        compiled = lowered.compile(compiler_options=options)
-        (path,) = Path(folder).glob("*.after_optimizations.txt")
-        return compiled, path.read_text(encoding="utf-8")

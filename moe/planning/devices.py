@@ -49,7 +49,12 @@ def slice_devices(where: Slice) -> Sequence[jax.Device]:
             "Run pip install 'moe-jax[tpu]', or plan for --devices N."
         )
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud which machine this is
-    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")  # it would say that there is no TPU
+    # Descriptions take hold of no chip, so that processes need not take turns.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # It would say that there is no TPU.
+    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{where.chip.name}-8")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=where.name).devices
     except jax.errors.JaxRuntimeError as error:

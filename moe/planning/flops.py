@@ -42,7 +42,9 @@ def _flops(equation) -> float:
     if name == "scan":
         return inside * params["length"]
     if name == "shard_map":  # its shapes are those of one device
-        return inside * math.prod(params["mesh"].shape[axis] for axis in params["manual_axes"])
+        return inside * math.prod(
+            params["mesh"].shape[axis] for axis in params["newly_manual_axes"]
+        )
     return inside
 
 

@@ -13,6 +13,7 @@ _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 0 auto; padding: 20px; }
 table { border-collapse: collapse; } td, th { padding: 2px 14px 2px 0; text-align: left; }
+td:first-child { white-space: pre; }
 td:nth-child(2) { text-align: right; white-space: nowrap; } .soft { opacity: .7; max-width: 90ch; }
 .chart { background: #fff; border-radius: 8px; }
 """
@@ -50,6 +51,7 @@ def _charts(plan: Plan) -> list[str]:
     stores = [
         go.Bar(x=[size / 2**30], y=["device"], name=name, orientation="h")
         for name, size in memory.items()
+        if size is not None
     ]
     figures = [_figure("Memory of a device (compiled)", "GiB", stores)]
     if plan.memory_limit is not None:

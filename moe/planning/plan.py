@@ -45,7 +45,7 @@ class Memory:
       batch: the batch and all other arguments.
       results: outputs that do not replace an argument: metrics and expert load.
       temporaries: activations, gradients and buffers, at the worst moment.
-      program: the code.
+      program: the machine code; None where none was made.
     """
 
     weights: int
@@ -53,12 +53,12 @@ class Memory:
     batch: int
     results: int
     temporaries: int
-    program: int
+    program: int | None
 
     @property
     def total(self) -> int:
-        """All of them."""
-        return sum(dataclasses.asdict(self).values())
+        """All of them that are known."""
+        return sum(size or 0 for size in dataclasses.asdict(self).values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,8 @@ class Plan:
       where: of the devices, such as "v5p:4x4x8" or "8 x cpu".
       num_devices: devices.
       mesh: devices along each axis.
+      remat: what the backward pass computes again, a policy of `TransformerConfig`.
+      weight_update: as in `MeshConfig`.
       parameters: counted.
       memory: compiled.
       memory_limit: bytes a device has; None where unknown.
@@ -107,6 +109,8 @@ class Plan:
     where: str
     num_devices: int
     mesh: dict[str, int]
+    remat: str
+    weight_update: str
     parameters: Parameters
     memory: Memory
     memory_limit: float | None
@@ -169,6 +173,8 @@ def plan(
     *,
     name: str = "run",
     where: Slice | None = None,
+    memory_limit: float | None = None,
+    machine_code: bool = False,
 ) -> Plan:
     """Compiles the training step of a run for devices, and says what it would take.
 
@@ -177,19 +183,24 @@ def plan(
       devices: attached, simulated or only described (`slice_devices`).
       name: what the plan is called.
       where: the slice that the devices make; without it nothing is modelled.
+      memory_limit: bytes of a device, in place of what it says or its chip has.
+      machine_code: for a slice, wait for it too: minutes more, for its bytes alone.
 
     Raises:
       UserError: as `compile_step`.
     """
-    return plan_of(compile_step(config, devices), name=name, where=where)
+    step = compile_step(config, devices, where=where, machine_code=machine_code)
+    return plan_of(step, name=name, where=where, memory_limit=memory_limit)
 
 
-def plan_of(step: CompiledStep, *, name: str, where: Slice | None) -> Plan:
+def plan_of(
+    step: CompiledStep, *, name: str, where: Slice | None, memory_limit: float | None = None
+) -> Plan:
     """The plan of a step that is compiled already; arguments as in `plan`."""
     config, num_devices = step.config, step.mesh.size
-    exchanges = read_collectives(step.text, dict(step.mesh.shape))
+    exchanges = read_collectives(step.program.text, dict(step.mesh.shape))
     memory, flops = _memory(step), product_flops(step.jaxpr) / num_devices
-    traffic = memory.total - memory.program + memory.temporaries
+    traffic = memory.total - (memory.program or 0) + memory.temporaries
     time = dollars = None
     if where is not None:
         time = model_step_time(
@@ -197,15 +208,19 @@ def plan_of(step: CompiledStep, *, name: str, where: Slice | None) -> Plan:
         )
         dollars = where.chip.dollars_per_hour * num_devices
     device = step.mesh.devices.flat[0]
+    if memory_limit is None:
+        memory_limit = where.chip.memory_bytes if where else _memory_limit(device)
     mixture = config.mixture
     return Plan(
         name=name,
         where=where.name if where else f"{num_devices} x {device.device_kind}",
         num_devices=num_devices,
         mesh=dict(step.mesh.shape),
+        remat=config.model.remat,
+        weight_update=config.mesh.weight_update,
         parameters=count_parameters(config, step.state.params),
         memory=memory,
-        memory_limit=where.chip.memory_bytes if where else _memory_limit(device),
+        memory_limit=memory_limit,
         exchanges=summed(exchanges),
         flops_per_device=flops,
         tokens=mixture.batch_size * (mixture.source_length + mixture.target_length),
@@ -255,17 +270,16 @@ def count_parameters(config: TrainConfig, params: nnx.State) -> Parameters:
 
 
 def _memory(step: CompiledStep) -> Memory:
-    stats = step.compiled.memory_analysis()
-    assert stats is not None, "XLA reports the memory of every backend that we compile for"
+    program = step.program
     weights, optimizer = _stored(step.state.params), _stored(step.state.optimizer)
     return Memory(
         weights=weights,
         optimizer=optimizer,
         # The TPU pads arrays to tiles: what is over the arrays' own bytes is counted here.
-        batch=stats.argument_size_in_bytes - weights - optimizer,
-        results=stats.output_size_in_bytes - stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        program=stats.generated_code_size_in_bytes,
+        batch=program.arguments - weights - optimizer,
+        results=program.results,
+        temporaries=program.temporaries,
+        program=program.code,
     )
 
 

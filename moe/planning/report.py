@@ -32,6 +32,8 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
     active = "depends on the data" if parameters.active is None else f"{parameters.active:,}"
     lines = [
         ("mesh", " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items()), "given"),
+        ("computed again in the backward pass", plan.remat, "given"),
+        ("weights and slots", plan.weight_update, "given"),
         ("parameters", f"{parameters.total:,}", "counted"),
         ("  of experts", f"{parameters.experts:,}", "counted"),
         ("  active per token", active, "counted"),
@@ -39,11 +41,16 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         *(
             (f"  {name}", gib(size), "compiled")
             for name, size in dataclasses.asdict(memory).items()
+            if size is not None
         ),
         ("memory it has", _fits(plan), "given"),
         ("all-to-alls in the program", str(plan.collectives("all-to-all")), "compiled"),
         ("products a step and device", f"{plan.flops_per_device / 1e12:.3f} TFLOP", "traced"),
-        ("compile time", f"{plan.compile_seconds:.1f} s", "measured"),
+        (
+            "compile time" + (", no machine code" if memory.program is None else ""),
+            f"{plan.compile_seconds:.1f} s",
+            "measured",
+        ),
     ]
     if plan.time is not None:
         lines += [
@@ -59,11 +66,13 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 def ranking(plans: Sequence[Plan]) -> Table:
     """Plans of one run on several meshes, as they are ordered."""
-    table = Table("mesh", "memory a device", "fits", "step, modelled", "bytes sent a device")
+    heads = ("mesh", "remat", "memory a device", "fits", "step, modelled", "bytes sent a device")
+    table = Table(*heads)
     for plan in plans:
         sent = sum(one.bytes_per_device for one in plan.exchanges)
         table.add_row(
             " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items()),
+            plan.remat,
             gib(plan.memory.total),
             {True: "yes", False: "no", None: "unknown"}[plan.fits],
             "" if plan.time is None else milliseconds(plan.time.step),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from moe import routing
 from moe.cli import read_experiment
 from moe.errors import UserError
 from moe.models import Transformer
@@ -16,9 +17,16 @@ from moe.planning import CHIPS, Slice, read_slice
 from moe.planning.flops import product_flops
 from moe.planning.plan import count_parameters
 from moe.planning.step_time import StepTime, all_to_all_seconds, model_step_time, one_exchange
-from moe.sharding import Collective
+from moe.sharding import Collective, MeshConfig, make_mesh
 
-GSHARD = Path(__file__).parent.parent.parent / "experiments" / "gshard.py"
+EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
+GSHARD, GSPMD = EXPERIMENTS / "gshard.py", EXPERIMENTS / "gspmd.py"
+
+
+def counted(path, model):
+    config = read_experiment(path, model)
+    shapes = jax.eval_shape(lambda: nnx.state(Transformer(config.model, rngs=nnx.Rngs(0))))
+    return config, count_parameters(config, shapes)
 
 
 @pytest.mark.parametrize(
@@ -33,19 +41,64 @@ GSHARD = Path(__file__).parent.parent.parent / "experiments" / "gshard.py"
         ("2048e_60l", 1030.8),
     ],
 )
-def test_expert_weights_are_the_published_ones_to_the_digit(model, billions):
-    config = read_experiment(GSHARD, model)
-    shapes = jax.eval_shape(lambda: nnx.state(Transformer(config.model, rngs=nnx.Rngs(0))))
-    parameters = count_parameters(config, shapes)
-    experts, layers = config.model.num_experts, config.model.num_encoder_layers * 2
-    assert parameters.experts == experts * (layers // 2) * 2 * 1024 * 8192
+def test_gshards_parameters_are_the_published_ones_to_the_digit(model, billions):
+    config, parameters = counted(GSHARD, model)
+    experts, pairs = config.model.num_experts, config.model.num_encoder_layers
+    assert parameters.experts == experts * pairs * 2 * 1024 * 8192
     assert round(parameters.experts / 1e9, 1) == billions
     assert config.mesh.expert == experts
+    # A pair of layers besides its experts: a dense FFN, the router, and in the encoder two attentions
+    # of four matrices and four norms, in the decoder four and six. Then the vocabulary and two norms.
+    attention, norm = 4 * 1024 * 16 * 128, 1024
+    pair = 2 * (2 * 1024 * 8192 + 1024 * experts) + (2 + 4) * attention + (4 + 6) * norm
+    rest = pairs // 2 * pair + 32_000 * 1024 + 2 * norm
+    assert parameters.total == parameters.experts + rest
+    assert parameters.active == parameters.total - parameters.experts // experts * (experts - 2)
+
+
+def test_as_many_slots_as_the_paper_has():
+    config = read_experiment(GSHARD, "2048e_12l")
+    rule = config.model.router
+    slots = {
+        experts: routing.expert_capacity(
+            config.model.group_size, experts, rule.capacity_factor, min_capacity=rule.min_capacity
+        )
+        for experts in (128, 512, 2048)
+    }
+    assert slots == {128: 16, 512: 4, 2048: 1}  # 2 S / E
+
+
+@pytest.mark.parametrize(
+    ("model", "published"), [("128b", 137_702_416_384), ("1t", 1_100_041_175_040)]
+)
+def test_gspmds_parameters_are_the_published_ones_but_for_what_a_decoder_alone_lacks(
+    model, published
+):
+    config, parameters = counted(GSPMD, model)
+    m, layers = config.model, config.model.num_encoder_layers * 2
+    cross_attention = 4 * m.d_model * m.num_heads * 128 + m.d_model  # and the norm before it
+    positions = (
+        (layers - 2) * 32 * m.num_heads
+    )  # a table for each layer, ours has one for each stack
+    ours = parameters.total - layers // 2 * cross_attention - m.d_model + positions
+    assert ours == published
+
+
+@pytest.mark.parametrize(
+    ("model", "gibi"), [("64b", 64), ("128b", 128), ("256b", 256), ("1t", 1024)]
+)
+def test_gspmds_layers_have_the_parameters_that_name_the_model(model, gibi):
+    m = read_experiment(GSPMD, model).model
+    attention, ffn = 4 * m.d_model * m.num_heads * m.head_width, 3 * m.d_model * m.d_hidden
+    assert 2 * m.expert_width == m.d_hidden
+    assert 2 * m.num_encoder_layers * (attention + ffn) == gibi * 2**30
 
 
 def test_an_unknown_published_model_is_told():
     with pytest.raises(UserError, match="2048e_60l: got '4096e_12l'"):
         read_experiment(GSHARD, "4096e_12l")
+    with pytest.raises(UserError, match="1t: got '2t'"):
+        read_experiment(GSPMD, "2t")
 
 
 def test_products_are_counted_with_loops_and_backward():
@@ -69,6 +122,15 @@ def test_a_ragged_product_counts_each_row_once():
 
     shapes = jnp.zeros((11, 3)), jnp.zeros((2, 3, 5)), jnp.array([4, 7])
     assert product_flops(jax.make_jaxpr(ragged)(*shapes)) == 2 * 11 * 3 * 5
+
+
+def test_products_within_a_manual_region_are_counted_on_each_device():
+    mesh = make_mesh(MeshConfig(data=2, expert=2), jax.devices()[:4])
+    rows = jax.P("data")
+    by_hand = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(rows, jax.P()), out_specs=rows)
+    # Two rows of four each, on two devices of `expert` alike: 4 times 2 x (2 x 3 x 5).
+    shapes = jnp.zeros((4, 3)), jnp.zeros((3, 5))
+    assert product_flops(jax.make_jaxpr(by_hand)(*shapes)) == 4 * 2 * 2 * 3 * 5
 
 
 def collective(kind, num_bytes, devices):
