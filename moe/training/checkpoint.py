@@ -112,7 +112,8 @@ class Checkpoints:
                 ),
             )
         except Exception as error:  # whatever Orbax and TensorStore raise on what they cannot read
-            raise self._damaged(step, str(error).splitlines()[0]) from error
+            reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+            raise self._damaged(step, reason) from error
         sums = checksums(restored.state)
         if _TEXTS in restored.checksums:  # not in those of earlier versions
             sums[_TEXTS] = _text_sum(restored.data, self._manager.metrics(step))

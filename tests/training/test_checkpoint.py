@@ -182,7 +182,7 @@ while True:
 
 
 def large_state(step):
-    return {"w": np.full((1000, 1000), step, np.float32), "step": np.int32(step)}
+    return {"w": np.full((1000, 1000), step, np.float32), "step": np.full((), step, np.int32)}
 
 
 @pytest.mark.slow
