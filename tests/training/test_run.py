@@ -11,7 +11,7 @@ from moe.errors import UserError
 from moe.models import TransformerConfig
 from moe.training import CheckpointConfig, Checkpoints, load_model, open_run
 from moe.training import train as run_training
-from moe.training.run import start_run
+from moe.training.run import read_checkpoint, start_run
 from tests.training.small import small_config
 
 
@@ -109,12 +109,23 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_told_and_not_used(copied):
-    largest = max((copied / "checkpoints" / "6").rglob("d/*"), key=lambda p: p.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    largest.write_bytes(data)
-    with pytest.raises(UserError, match=r"checkpoints/6 must be complete and unchanged.*step 4"):
+    message = r"checkpoints/6 must be complete and unchanged.*step 4"
+    files = list((copied / "checkpoints" / "6").rglob("d/*"))
+    largest = max(files, key=lambda file: file.stat().st_size)
+    damage(largest, [largest.stat().st_size // 2])
+    with pytest.raises(UserError, match=message):
+        read_checkpoint(open_run(copied), "last")
+    for file in files:  # a model reads the parameters alone, and they may lie in any
+        damage(file, range(5, file.stat().st_size, 100))
+    with pytest.raises(UserError, match=message):
         load_model(open_run(copied), "last")
+
+
+def damage(file, places) -> None:
+    data = bytearray(file.read_bytes())
+    for place in places:
+        data[place] ^= 0xFF
+    file.write_bytes(data)
 
 
 def test_a_checkpoint_with_a_missing_file_is_told(copied):
