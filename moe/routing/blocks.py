@@ -84,11 +84,8 @@ def for_each_block(
     carry: Carry,
     *,
     num_flops: float,
-    skip: jax.Array | int = 0,
 ) -> Carry:
-    """carry = visit(block, carry) for blocks that cover every group but its first `skip` rows.
-
-    An expert's blocks come in order; rows that are skipped count as its first block.
+    """carry = visit(block, carry) for blocks that cover every group; an expert's come in order.
 
     A group is cut into blocks of the largest size, and one of the smallest size that holds the rest.
     `num_flops`, of all visits together, decides how fine the sizes are.
@@ -99,12 +96,11 @@ def for_each_block(
     sizes = block_sizes(num_rows, num_experts, num_flops)
     largest = sizes[0]
     ends_E = jnp.cumsum(group_sizes_E)
-    left_E = jnp.maximum(group_sizes_E - skip, 0)
-    block_ends_E = jnp.cumsum(-(-left_E // largest))
+    block_ends_E = jnp.cumsum(-(-group_sizes_E // largest))
     block_Q = jnp.arange(num_experts + num_rows // largest)  # Q: as many blocks as there can be
     expert_Q = jnp.searchsorted(block_ends_E, block_Q, side="right")
     nth_Q = block_Q - jnp.append(0, block_ends_E)[expert_Q]
-    start_Q = (ends_E - left_E)[expert_Q] + nth_Q * largest
+    start_Q = (ends_E - group_sizes_E)[expert_Q] + nth_Q * largest
     end_Q = jnp.minimum(start_Q + largest, ends_E[expert_Q])
     fits_QS = (end_Q - start_Q)[:, None] <= jnp.array(sizes)
     size_Q = jnp.sum(fits_QS, axis=1) - 1  # an index into the sizes
@@ -119,8 +115,7 @@ def for_each_block(
             start = jnp.minimum(start_Q[which], num_rows - size)
             row_B = start + jnp.arange(size)
             own_B = (start_Q[which] <= row_B) & (row_B < end_Q[which])
-            nth = nth_Q[which] + jnp.minimum(skip, 1)
-            return visit(Block(expert_Q[which], nth, start, own_B[:, None]), carry)
+            return visit(Block(expert_Q[which], nth_Q[which], start, own_B[:, None]), carry)
 
         carry = lax.fori_loop(bounds[index - 1] if index else 0, bounds[index], step, carry)
     return carry

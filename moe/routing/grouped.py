@@ -1,8 +1,7 @@
 """Every expert on its own rows: matrix products over ragged groups.
 
 Rows are sorted by expert; group e is the group_sizes_E[e] rows after those of the experts before it.
-GPU and TPU have kernels for this; on CPU it runs in blocks (`moe.routing.blocks`),
-or in slots and blocks (`moe.routing.slots`).
+GPU and TPU have kernels for this; on CPU it runs in blocks (`moe.routing.blocks`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from jax import lax
 from moe.errors import UserError
 from moe.routing import blocks
 from moe.routing.blocks import Block
-from moe.routing.slots import Slots, product, worth_slots
 
 GroupedImplementation = Literal["auto", "blocked", "ragged_dot", "tokamax"]
 
@@ -208,9 +206,6 @@ def _native_linear(implementation, group_sizes_E: jax.Array, num_rows: int) -> L
 
 
 def _blocked_forward(stages, keep, weights, x_RM, group_sizes_E):
-    if worth_slots(len(x_RM), len(group_sizes_E), _num_flops(weights, len(x_RM))):
-        return _slotted_forward(stages, keep, weights, x_RM, group_sizes_E)
-
     def visit(block: Block, outputs):
         rows, written = block.rows(x_RM), []
         for stage, output in zip(stages, outputs, strict=True):
@@ -237,9 +232,6 @@ def _block_linear(block: Block, x_BM, w_EMH, b_EH):
 
 
 def _blocked_backward(stages, weights, inputs, group_sizes_E, dy_RM):
-    if worth_slots(len(dy_RM), len(group_sizes_E), _num_flops(weights, len(dy_RM))):
-        return _slotted_backward(stages, weights, inputs, group_sizes_E, dy_RM)
-
     def visit(block: Block, gradients):
         dweights, dx_RM = gradients
         of_expert = jax.tree.map(block.of_expert, weights)
@@ -251,71 +243,10 @@ def _blocked_backward(stages, weights, inputs, group_sizes_E, dy_RM):
     return _for_each_block(weights, group_sizes_E, len(dy_RM), visit, zeros)
 
 
-def _slotted_forward(stages, keep, weights, x_RM, group_sizes_E):
-    """The same with slots; what goes into later stages is kept of slots only, in their order."""
-    slots = Slots(group_sizes_E, len(x_RM))
-
-    def in_slots():
-        rows, kept = slots.take(x_RM), []
-        for stage in stages:
-            rows = stage(_slots_linear, weights, rows)
-            kept.append(rows)
-        as_rows = jax.tree.map(lambda h_EHC: h_EHC.reshape(-1, h_EHC.shape[1]), kept[:-1])
-        return *(as_rows if keep else [None] * len(as_rows)), slots.rows(rows)
-
-    def visit(block: Block, y_RM):
-        rows = block.rows(x_RM)
-        for stage in stages:
-            rows = stage(functools.partial(_block_linear, block), weights, rows)
-        return block.put(y_RM, rows)
-
-    *kept, y_RM = slots.compute(in_slots)
-    y_RM = _for_each_block(weights, group_sizes_E, len(x_RM), visit, y_RM, skip=slots.number)
-    return [*kept, y_RM]
-
-
-def _slotted_backward(stages, weights, inputs, group_sizes_E, dy_RM):
-    slots, x_RM = Slots(group_sizes_E, len(dy_RM)), inputs[0]
-
-    def in_slots():
-        def own(h_RH):
-            return h_RH.reshape(len(group_sizes_E), -1, slots.size)
-
-        own_inputs = [slots.take(x_RM), *jax.tree.map(own, inputs[1:])]
-        dy_EMC = slots.take(dy_RM)
-        dweights, dx_EMC = _through_stages(stages, _slots_linear, weights, own_inputs, dy_EMC)
-        return dweights, slots.rows(dx_EMC)
-
-    def visit(block: Block, gradients):
-        dweights, dx_RM = gradients
-        of_expert = jax.tree.map(block.of_expert, weights)
-        own_inputs = [block.own_rows(x_RM)]
-        for stage in stages[:-1]:  # not kept
-            own_inputs.append(stage(_dense_linear, of_expert, own_inputs[-1]))
-        dy_BM = block.own_rows(dy_RM)
-        more, dx_BM = _through_stages(stages, _dense_linear, of_expert, own_inputs, dy_BM)
-        return jax.tree.map(block.add_to_expert, dweights, more), block.put(dx_RM, dx_BM)
-
-    gradients = slots.compute(in_slots)
-    return _for_each_block(weights, group_sizes_E, len(dy_RM), visit, gradients, skip=slots.number)
-
-
-def _slots_linear(x_EMC, w_EMH, b_EH):
-    y_EHC = product(x_EMC, w_EMH)
-    return y_EHC if b_EH is None else y_EHC + b_EH[..., None]
-
-
-def _for_each_block(weights, group_sizes_E, num_rows: int, visit, carry, *, skip=0):
-    num_flops = _num_flops(weights, num_rows)
-    return blocks.for_each_block(
-        group_sizes_E, num_rows, visit, carry, num_flops=num_flops, skip=skip
-    )
-
-
-def _num_flops(weights, num_rows: int) -> float:
-    num_experts = len(jax.tree.leaves(weights)[0])
-    num_weights = sum(leaf.size for leaf in jax.tree.leaves(weights)) / max(1, num_experts)
-    return 2 * num_rows * num_weights
+def _for_each_block(weights, group_sizes_E, num_rows: int, visit, carry):
+    num_weights = sum(leaf.size for leaf in jax.tree.leaves(weights)) / max(1, len(group_sizes_E))
+    num_flops = 2 * num_rows * num_weights
+    return blocks.for_each_block(group_sizes_E, num_rows, visit, carry, num_flops=num_flops)
 
 
 def _dense_linear(x_BM, w_MH, b_H):

@@ -30,14 +30,7 @@ FEW_SIZES = {
     "few, all to the last": [0, 0, 0, 0, 13],
     "few, rows past the end": [0, 2, 1, 0, 6],
 }
-# As many rows for each expert: slots, or blocks alone where less than half of the slots would be taken.
-SLOT_SIZES = {
-    "slots, overflow": [14, 31, 0, 9, 16],
-    "slots, rows past the end": [14, 14, 3, 20, 0],
-    "slots, one expert takes all": [0, 0, 70, 0, 0],
-}
 CASES = {name: (R, sizes) for name, sizes in GROUP_SIZES.items()}
-CASES |= {name: (70, sizes) for name, sizes in SLOT_SIZES.items()}
 CASES |= {name: (FEW, sizes) for name, sizes in FEW_SIZES.items()}
 
 
@@ -122,9 +115,7 @@ def test_product_and_gradients_are_those_of_a_loop_over_rows(case, implementatio
 
 
 @each_implementation
-@pytest.mark.parametrize(
-    "case", ["rows past the end", "few, rows past the end", "slots, rows past the end", "nobody"]
-)
+@pytest.mark.parametrize("case", ["rows past the end", "few, rows past the end", "nobody"])
 def test_what_rows_past_the_end_hold_does_not_matter(case, implementation):
     x_RM, dy_RH, group_sizes_E = rows_and_sizes(case)
     w_EMH = normal(1, E, M, H)
@@ -252,9 +243,7 @@ def kinds_of_weights() -> dict[str, ExpertWeights]:
 
 @each_implementation
 @pytest.mark.parametrize("kind", kinds_of_weights())
-@pytest.mark.parametrize(
-    "case", ["few, skewed", "few, rows past the end", "slots, rows past the end"]
-)
+@pytest.mark.parametrize("case", ["few, skewed", "few, rows past the end"])
 def test_feed_forward_and_gradients_are_those_of_a_loop_over_rows(case, kind, implementation):
     x_RM, _, group_sizes_E = rows_and_sizes(case)
     weights, dy_RM = kinds_of_weights()[kind], normal(7, *x_RM.shape)
