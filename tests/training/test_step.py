@@ -4,39 +4,17 @@ import jax
 import numpy as np
 import pytest
 
-from moe.data import train_batches
 from moe.sharding import MeshConfig, count_collectives, make_mesh, weight_update
 from moe.training.objective import ObjectiveConfig
 from moe.training.optimizer import OptimizerConfig, make_optimizer
-from moe.training.run import start_run
 from moe.training.state import init_state
-from moe.training.step import batch_sharding, make_train_step
-from tests.training.small import small_config
+from moe.training.step import make_train_step
+from tests.training.two_steps import small_model_and_batch, two_steps
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    config = small_config(tmp_path_factory.mktemp("step") / "run")
-    pairs = config.source.pairs("train")
-    run = start_run(config, pairs)
-    batch = next(train_batches(pairs, run.tokenizer, config.mixture, seed=0))
-    return run.model_config, batch
-
-
-def one_step(model_config, batch, optimizer_name: str, mesh=None):
-    optimizer = make_optimizer(OptimizerConfig(name=optimizer_name, warmup_steps=1), 10)
-    graph, state = init_state(model_config, optimizer, seed=3, mesh=mesh)
-    step = make_train_step(graph, optimizer, ObjectiveConfig())
-    if mesh is not None:
-        batch = jax.device_put(batch, batch_sharding(mesh))
-    key = jax.random.key(7)
-    state, first, _ = step(state, batch, key)  # the learning rate of step 0 is 0
-    state, metrics, stats = step(state, batch, key)
-    return (
-        jax.device_get((state.params, state.optimizer, first, metrics, stats)),
-        step,
-        (state, batch, key),
-    )
+    return small_model_and_batch(tmp_path_factory.mktemp("step") / "run")
 
 
 @pytest.mark.parametrize(
@@ -47,17 +25,16 @@ def one_step(model_config, batch, optimizer_name: str, mesh=None):
 def test_a_training_step_on_eight_devices_gives_the_numbers_of_one(
     setting, optimizer_name, mode, part
 ):
-    expected, *_ = one_step(*setting, optimizer_name)
+    expected = two_steps(*setting, optimizer=optimizer_name)
     mesh = make_mesh(MeshConfig(data=2, expert=4))
     with jax.set_mesh(mesh), weight_update(mode):
-        found, step, inputs = one_step(*setting, optimizer_name, mesh)
-        counts = count_collectives(step.lower(*inputs).compile())
-        experts = (
-            inputs[0].params["encoder"]["pairs"]["sparse"]["ffn"]["experts"]["wi_EMH"].get_value()
-        )
+        found = two_steps(*setting, optimizer=optimizer_name, mesh=mesh)
+    counts = count_collectives(found.program)
+    experts = found.state.params["encoder"]["pairs"]["sparse"]["ffn"]["experts"]["wi_EMH"][...]
     assert experts.addressable_shards[0].data.shape == part
     assert counts["all-to-all"] == 8  # four for each of the two MoE layers
-    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    compared = [(s.state.params, s.first, s.metrics, s.stats) for s in (expected, found)]
+    for a, b in zip(*map(jax.tree.leaves, compared), strict=True):
         # Adam divides by the root of tiny squared gradients, so rounding shows up in the update;
         # an update is at most the learning rate, 1e-3.
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5)
