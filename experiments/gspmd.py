@@ -9,7 +9,8 @@ and output, relative positions, no dropout, Adafactor without momentum, bfloat16
 Ours instead: theirs are decoders alone, ours is an encoder and a decoder of half the layers each. So L/2
 layers have a cross-attention more, one stack's norm more, and a stack's layers share one table of
 positions. With these taken off the counts are Lingvo's to the digit (tests/planning/test_models.py):
-137,702,416,384 and 1,100,041,175,040. Names count in 2**30: 32 layers of 2**31 parameters are 64b.
+137,702,416,384 (128b) and 1,100,041,175,040 (1t). The other three have the layers of these two, as many as
+their names say in units of 2**30 parameters: 32 layers of 2**31 are 64b.
 Every layer sees 1024 tokens of a row, as theirs. Their weights are split in two dimensions; ours over
 `model`, and over `data` as fully sharded. A batch has 512 rows, as their 128b on 2,048 devices.
 """
@@ -40,6 +41,7 @@ MODELS = {
     "64b": Published(32, 8192, 65_536, 128),
     "128b": Published(64, 8192, 65_536, 128),
     "256b": Published(128, 8192, 65_536, 128),
+    "512b": Published(64, 16_384, 131_072, 256),
     "1t": Published(128, 16_384, 131_072, 256),
 }
 

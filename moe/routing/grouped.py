@@ -54,9 +54,9 @@ def grouped_product(
       group_sizes_E: int32, rows of each group; any may be 0. Their sum is at most R.
       implementation: "native" (CPU, float32: a kernel in C++), "blocked" (CPU: loops over blocks),
         "ragged_dot" (`jax.lax.ragged_dot`), "tokamax" (the Pallas kernels of that package for GPU and
-        TPU). "auto" is "native" on CPU where it can be, else "blocked"; elsewhere "tokamax" where it is
-        installed, else "ragged_dot". It is decided when the program is lowered, so that one compiled
-        for another platform is right.
+        TPU). "auto" is on CPU "native", or "blocked" where that cannot be or there is a GPU or TPU
+        too; elsewhere "tokamax" where it is installed, else "ragged_dot". It is decided when the
+        program is lowered, so that one compiled for another platform is right.
 
     Returns:
       y_RH: rows of group e are those of x times w[e]; rows past the last group are zero, whatever x
@@ -187,7 +187,11 @@ def _on_platform(implementation: GroupedImplementation, run, *arrays):
     if implementation != "auto":
         return run(implementation, *arrays)
     floats = [x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
-    on_cpu = "native" if _all_float32(floats) and native.missing() is None else "blocked"
+    # Asked where programs run on the CPU alone: a machine with a GPU or TPU need not compile it.
+    has_native = (
+        jax.default_backend() == "cpu" and _all_float32(floats) and native.missing() is None
+    )
+    on_cpu = "native" if has_native else "blocked"
     elsewhere = "tokamax" if _has_tokamax() else "ragged_dot"
     return lax.platform_dependent(
         *arrays, cpu=functools.partial(run, on_cpu), default=functools.partial(run, elsewhere)

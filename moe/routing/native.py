@@ -16,10 +16,12 @@ import platform
 import shlex
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 
 SOURCE = Path(__file__).with_suffix(".cc")
 TARGETS = ("moe_grouped_rows", "moe_grouped_matrices")
@@ -28,19 +30,30 @@ _TOLD_APART = ("model name", "flags", "Features")  # lines of /proc/cpuinfo
 
 @functools.cache
 def missing() -> str | None:
-    """Why the kernel cannot be used on this machine; None where it can. The first call compiles it."""
+    """Why the kernel cannot be used on this machine; None where it can. The first call compiles it.
+
+    Warns where there is no compiler, or it fails: experts are slower then.
+    """
     if os.environ.get("MOE_NATIVE") == "0":
         return "MOE_NATIVE is 0"
     try:
         library = ctypes.CDLL(str(_library()))
     except subprocess.CalledProcessError as error:
-        return f"{error.cmd[0]} failed: {error.stderr.strip()[-500:]}"
-    except OSError as error:
-        return str(error)  # no such compiler, or a folder that cannot be written
-    for target in TARGETS:
-        function = jax.ffi.pycapsule(getattr(library, target))
-        jax.ffi.register_ffi_target(target, function, platform="cpu")
-    return None
+        reason = f"{error.cmd[0]} failed: {error.stderr.strip()[-500:]}"
+    except OSError as error:  # no such compiler, or a folder that cannot be written
+        reason = str(error)
+    else:
+        for target in TARGETS:
+            function = jax.ffi.pycapsule(getattr(library, target))
+            jax.ffi.register_ffi_target(target, function, platform="cpu")
+        return None
+    warnings.warn(
+        f"products of experts run in blocks, slower than in the kernel of moe.routing.native: {reason}. "
+        "Install a C++17 compiler or name it in CXX; MOE_NATIVE=0 is silent.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return reason
 
 
 def _library() -> Path:
@@ -48,7 +61,7 @@ def _library() -> Path:
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     flags = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-shared"]
     command = [*compiler, *flags, "-isystem", jax.ffi.include_dir(), str(SOURCE)]
-    known = [SOURCE.read_text(), shlex.join(command), jax.lib.__version__, _processor()]
+    known = [SOURCE.read_text(), shlex.join(command), jaxlib.__version__, _processor()]
     name = hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe"
     library = folder / f"grouped-{name}.so"

@@ -150,8 +150,8 @@ class LostProcessError(RuntimeError):
     def __init__(self, reason: str):
         super().__init__(
             f"process {jax.process_index()} of {jax.process_count()} has most likely lost another one: "
-            f"{reason.splitlines()[0][:300]}. Look at the others' logs. The same command, on any "
-            "number of processes, goes on from the newest checkpoint."
+            f"{reason.splitlines()[0][:300]}. Look at the others' logs. A training run goes on from its "
+            "newest checkpoint with the same command, on any number of processes."
         )
 
 

@@ -85,7 +85,7 @@ def test_gspmds_parameters_are_the_published_ones_but_for_what_a_decoder_alone_l
 
 
 @pytest.mark.parametrize(
-    ("model", "gibi"), [("64b", 64), ("128b", 128), ("256b", 256), ("1t", 1024)]
+    ("model", "gibi"), [("64b", 64), ("128b", 128), ("256b", 256), ("512b", 512), ("1t", 1024)]
 )
 def test_gspmds_layers_have_the_parameters_that_name_the_model(model, gibi):
     m = read_experiment(GSPMD, model).model
