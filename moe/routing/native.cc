@@ -38,8 +38,9 @@ constexpr int kLanes = 8, kTileRows = 6;  // 12 of 16
 #elif defined(__aarch64__)
 constexpr int kLanes = 4, kTileRows = 12;  // 24 of 32
 #else
-constexpr int kLanes = 4, kTileRows = 6;  // 12 of 16
+constexpr int kLanes = 4, kTileRows = 4;  // 8 of 16
 #endif
+static_assert(kTileRows <= kLanes || kTileRows % kLanes == 0, "or Pack overwrites what it wrote");
 constexpr int kTileCols = 2 * kLanes;
 constexpr int kFewRows = 8;            // up to here reading the matrix takes longer than the products
 constexpr int64_t kInner = 512;        // how much of the inner dimension is packed at a time

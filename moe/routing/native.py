@@ -1,9 +1,10 @@
 """The grouped product as a C++ kernel for CPUs, compiled once on the machine that runs it.
 
 XLA on CPU has no product of ragged groups. `native.cc` is one: it computes the rows that there are, at
-the speed of a dense product. It is compiled with the system's C++ compiler (`CXX`, or `c++`) for the
-processor at hand, which takes some seconds, and kept in the user's cache folder. Without a compiler, or
-with MOE_NATIVE=0, the product runs in blocks: for `jax.export`, say, whose files may not hold it.
+the speed of a dense product. It is compiled with the system's C++ compiler (`CXX`, or `c++`, with
+`CXXFLAGS`) for the processor at hand, which takes some seconds, and kept in the user's cache folder.
+Without a compiler, or with MOE_NATIVE=0, the product runs in blocks: for `jax.export`, say, whose files
+may not hold it.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def _library() -> Path:
     """The compiled kernel; its name tells source, compiler, headers and processor."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     flags = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-shared"]
+    flags += shlex.split(os.environ.get("CXXFLAGS", ""))
     command = [*compiler, *flags, "-isystem", jax.ffi.include_dir(), str(SOURCE)]
     known = [SOURCE.read_text(), shlex.join(command), jaxlib.__version__, _processor()]
     name = hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -84,3 +88,22 @@ def test_a_machine_that_cannot_have_it_tells_why(variable, value, told, monkeypa
     with warns():
         np.testing.assert_array_equal(grouped_product(*arrays), np.full((2, 5), 3.0))
     assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for older x86 processors")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+def test_the_tiles_of_older_processors_give_the_product_too(processor, tmp_path):
+    flags = {"CXXFLAGS": f"-march={processor}", "XDG_CACHE_HOME": str(tmp_path)}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        __file__,
+        "-k",
+        "every_size",
+        "-p",
+        "no:cacheprovider",
+    ]
+    subprocess.run(command, env=os.environ | flags, check=True)
+    assert list(tmp_path.rglob("*.so"))
