@@ -11,6 +11,8 @@ Ours instead: one vocabulary of 32,000 for source and target, tied to the output
 32,000); rotary positions; a linear warm-up to the learning rate 0.01, which 1.0 / sqrt(step) has at
 step 10,000, then the same 1 / sqrt decay. Rows are 128 tokens long on each side, and the batch counts
 the tokens of one side. The largest model's batch, which the paper does not give, is taken as 4 M too.
+Every chip holds whole weights and updates its part of them (arXiv:2004.13336), of which the paper says
+nothing; `--mesh.weight-update` has the other ways.
 """
 
 from __future__ import annotations
@@ -83,6 +85,6 @@ def config(model: str = "128e_12l") -> TrainConfig:
             warmup_steps=10_000,
             beta2=0.99,
         ),
-        mesh=MeshConfig(expert=published.num_experts),
+        mesh=MeshConfig(expert=published.num_experts, weight_update="sharded"),
         checkpoint=CheckpointConfig(every=5000),
     )

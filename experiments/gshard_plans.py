@@ -1,7 +1,7 @@
 """The tables of docs/scaling.md: GShard's models, planned for as many TPU chips as experts.
 
 Command:  python experiments/gshard_plans.py runs/plans
-Hardware: two cores and the extra [tpu], no TPU: eight minutes. The result is in docs/scaling.md.
+Hardware: two cores and the extra [tpu], no TPU: twelve minutes. The result is in docs/scaling.md.
 
 One `moe plan` after the other, each in a process of its own, with its document in the folder. Plans that
 are there already are read, not made again. Then the tables, as Markdown.
@@ -15,12 +15,15 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from moe.planning import Chip, Slice, StepTime, model_step_time
 from moe.sharding import Collective
+from moe.sharding.mesh import WeightUpdate
 
 SLICES = {16: "v5p:2x2x4", 128: "v5p:4x4x8", 512: "v5p:8x8x8", 2048: "v5p:8x16x16"}
+
+UPDATES = get_args(WeightUpdate)
 
 
 class Case(NamedTuple):
@@ -47,11 +50,16 @@ SEVEN = (
     Case("2048e_60l", 2048, paper=13.9),
 )
 # The same tokens on each device: 2,048, as the models of 512 and 2,048 experts have.
+AS_DEFINED = "--mesh.weight-update sharded"
 GROWTH = (
-    Case("128e_12l", 16, "--model.num-experts 16 --mesh.expert 16 --mixture.batch-size 256"),
-    Case("128e_12l", 128, "--mixture.batch-size 2048"),
-    Case("512e_12l", 512),
-    Case("2048e_12l", 2048),
+    Case(
+        "128e_12l",
+        16,
+        f"{AS_DEFINED} --model.num-experts 16 --mesh.expert 16 --mixture.batch-size 256",
+    ),
+    Case("128e_12l", 128, f"{AS_DEFINED} --mixture.batch-size 2048"),
+    Case("512e_12l", 512, AS_DEFINED),
+    Case("2048e_12l", 2048, AS_DEFINED),
 )
 V3 = Chip(  # what the paper ran on; its data sheet. A chip has two of the paper's devices.
     name="v3",
@@ -67,11 +75,15 @@ V3 = Chip(  # what the paper ran on; its data sheet. A chip has two of the paper
 def main(folder: Path) -> None:
     """Makes what is missing and prints the tables."""
     folder.mkdir(parents=True, exist_ok=True)
-    print("| model | chips | parameters | weights | memory | fully sharded | paper | collectives |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| model | chips | parameters | weights | "
+        + " | ".join(UPDATES)
+        + " | paper | collectives |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for case in SEVEN:
-        sharded = case._replace(changes="--mesh.weight-update fully_sharded")
-        print(_size_row(case, _plan(case, folder), _plan(sharded, folder)), flush=True)
+        modes = [case._replace(changes=f"--mesh.weight-update {mode}") for mode in UPDATES]
+        print(_size_row(case, [_plan(mode, folder) for mode in modes]), flush=True)
     print("\n| chips | tokens a chip | all-to-all | compile | step v5p | all-to-all v3 | step v3 |")
     print("|---|---|---|---|---|---|---|")
     for case in GROWTH:
@@ -88,17 +100,18 @@ def _plan(case: Case, folder: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _size_row(case: Case, plan: dict, sharded: dict) -> str:
+def _size_row(case: Case, plans: list[dict]) -> str:
+    """One model, planned with each of `UPDATES`; weights and collectives are the first's."""
+    first = plans[0]
     counts: collections.Counter[str] = collections.Counter()
-    for one in plan["exchanges"]:
+    for one in first["exchanges"]:
         counts[one["kind"]] += one["count"]
     cells = (
         case.model,
-        f"{plan['num_devices']:,}",
-        f"{plan['parameters']['total']:,}",
-        f"{plan['memory']['weights'] / 1e9:.2f} GB",
-        f"{plan['memory']['total'] / 1e9:.2f} GB",
-        f"{sharded['memory']['total'] / 1e9:.2f} GB",
+        f"{first['num_devices']:,}",
+        f"{first['parameters']['total']:,}",
+        f"{first['memory']['weights'] / 1e9:.2f} GB",
+        *(f"{plan['memory']['total'] / 1e9:.2f} GB" for plan in plans),
         "" if case.paper is None else f"{case.paper} GB",
         ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())),
     )

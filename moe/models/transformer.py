@@ -205,11 +205,12 @@ class Transformer(nnx.Module):
         return dropout(x_BLM, self.config.dropout, dropout_key), key
 
     def _logits(self, x_BLM) -> jax.Array:
-        kernel_VM = self.embedding_VM if self.config.tied_embeddings else self.output_VM
+        kernel = self.embedding_VM if self.config.tied_embeddings else self.output_VM
+        x_BLM, kernel_VM = _gradients_together(x_BLM, kernel[...])
         logits_BLV = jnp.einsum(
             "BLM,VM->BLV",
             x_BLM,
-            kernel_VM[...].astype(x_BLM.dtype),
+            kernel_VM.astype(x_BLM.dtype),
             preferred_element_type=jnp.float32,
         )
         return constrain(logits_BLV, "batch", None, "vocabulary")
@@ -220,6 +221,21 @@ class Transformer(nnx.Module):
             return {"rotary_BL": query_positions_BL}
         bias = self.encoder_bias if stack == "encoder" else self.decoder_bias
         return {"bias_BNLT": bias(query_positions_BL, key_positions_BT)}
+
+
+@jax.custom_vjp
+def _gradients_together(x_BLM: jax.Array, kernel_VM: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both as they are; backward, neither gradient is used before both are there.
+
+    Else the TPU compiler leaves the kernel's for later, and keeps the logits through the decoder.
+    """
+    return x_BLM, kernel_VM
+
+
+_gradients_together.defvjp(
+    lambda x_BLM, kernel_VM: ((x_BLM, kernel_VM), None),
+    lambda _, gradients: jax.lax.optimization_barrier(gradients),
+)
 
 
 def _same_segment(query_BL: jax.Array, key_BT: jax.Array) -> jax.Array:

@@ -94,9 +94,15 @@ class Module:
         return f"{file}:{line}" if file else ""
 
     def collectives(self) -> Iterator[tuple[str, Instruction]]:
-        """Each collective once, with the computation that it is in."""
+        """Each collective once, with the computation that it is in.
+
+        The TPU's reduce-scatter is a fusion of that name, of an all-reduce and the part of it that a
+        device keeps: it is told as what it is.
+        """
         for name, instructions in self.computations.items():
             for instruction in instructions:
+                if instruction.kind == "all-reduce" and name.startswith("%all-reduce-scatter"):
+                    instruction = dataclasses.replace(instruction, opcode="reduce-scatter")
                 if instruction.kind:
                     yield name, instruction
 

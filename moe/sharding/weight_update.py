@@ -11,7 +11,9 @@ gathered.
 Source: Xu et al. 2020 (arXiv:2004.13336); with fully sharded parameters Rajbhandari et al. 2020, ZeRO
 (arXiv:1910.02054). Where no dimension divides we pad one of it for storage alone, so the optimizer
 sees true shapes and its means and norms are exact. The compiler chooses how a gradient is reduced to
-parts: the TPU's of libtpu 0.0.52 and the CPU's write an all-reduce of which each device keeps a part.
+parts. The TPU's (libtpu 0.0.52), along sides of the torus: a reduce-scatter, or a ring of permutations
+behind the product that makes the gradient; over a whole slice: an all-reduce, which is on all links at
+once, and a slice of it. The CPU's: always the latter.
 """
 
 from __future__ import annotations

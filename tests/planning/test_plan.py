@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import get_args
 
 import jax
@@ -32,6 +33,7 @@ from moe.planning.search import POLICIES
 from moe.sharding import MeshConfig
 from tests.training.small import small_config
 
+EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 E, M, H, PAIRS = 8, 16, 32, 2  # small_config: experts, widths, one pair in each of two stacks
 V = 96  # its own vocabulary would be most of the work
 
@@ -282,6 +284,29 @@ def test_a_step_too_large_for_a_chip_is_told(slice_of_four):
     wide = dataclasses.replace(config().model, d_model=2**14, d_hidden=2**16)
     with pytest.raises(UserError, match="fit into the memory of a chip: got RESOURCE_EXHAUSTED"):
         plan(config(model=wide, mesh=MeshConfig(expert=4)), chips, where=where)
+
+
+@pytest.mark.slow
+def test_gradients_of_a_shared_update_are_reduced_to_parts_along_the_sides_of_a_torus():
+    pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [tpu]")
+    where, chips = planned_devices("v5p:4x4x4", None)
+    gshard = read_experiment(EXPERIMENTS / "gshard.py", "128e_12l")
+    run = dataclasses.replace(
+        gshard,
+        mesh=MeshConfig(data=4, expert=4, model=4, weight_update="sharded"),
+        model=dataclasses.replace(gshard.model, num_experts=16),
+        mixture=dataclasses.replace(gshard.mixture, batch_size=1024),
+    )
+    found = plan(run, chips, where=where)
+    along_data = [one for one in found.exchanges if "data" in one.axes]
+
+    def mebibytes(*kinds):
+        return sum(one.bytes_per_device for one in along_data if one.kind in kinds) / 2**20
+
+    # Of each layer a chip has a quarter: 71 M weights outside of experts and 101 M within, 656 MiB.
+    assert mebibytes("all-reduce") < 2  # norms, statistics, Adafactor's means
+    assert mebibytes("reduce-scatter", "collective-permute") > 600
+    assert mebibytes("all-gather") > 600  # the new weights
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 from moe.sharding import MeshConfig, count_collectives, explain, hlo, make_mesh, replicate, split
+from moe.sharding.explain import read_collectives
 
 ROWS, WIDTH, STEPS = 16, 24, 5
 
@@ -144,13 +145,65 @@ def test_a_permutation_and_a_gather_are_told_with_what_they_carry(mesh):
     assert (one.kind, one.axes, one.bytes_per_device) == ("all-gather", ("data", "expert"), 192)
 
 
-@pytest.mark.slow  # needs the extra [tpu]; `pip install '.[tpu]'`
-def test_the_program_of_another_compiler_is_read_alike(monkeypatch):
-    """Compiled for eight v5p chips that are not here."""
+SCATTER = """\
+%all-reduce-scatter (input: f32[8,6]) -> f32[2,6] {
+  %input = f32[8,6]{1,0} parameter(0)
+  %all-reduce.1 = f32[8,6]{1,0} all-reduce(%input), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  ROOT %dynamic-slice.3 = f32[2,6]{1,0} dynamic-slice(%all-reduce.1, %start, %zero)
+}
+
+ENTRY %main (x: f32[8,6]) -> f32[2,6] {
+  %x = f32[8,6]{1,0} parameter(0)
+  ROOT %fusion = f32[2,6]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
+}
+"""
+
+
+def test_a_reduce_scatter_is_told_as_one_where_the_compiler_writes_it_as_a_fusion():
+    (one,) = read_collectives(SCATTER, {"data": 4, "model": 2})
+    assert (one.kind, one.axes, one.bytes_per_device) == ("reduce-scatter", ("data",), 8 * 6 * 4)
+
+
+@pytest.fixture
+def chips(monkeypatch):
+    """TPU chips that are not here, by their topology."""
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [tpu]")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud which machine this is
-    chips = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
-    mesh = make_mesh(MeshConfig(data=2, expert=4), chips)
+
+    def described(topology):
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+    return described
+
+
+@pytest.mark.slow  # needs the extra [tpu]; `pip install '.[tpu]'`
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (MeshConfig(data=4, model=16), "reduce-scatter"),  # data is a side of the torus
+        (MeshConfig(data=64), "all-reduce"),  # over all links of the slice
+    ],
+)
+def test_the_tpu_scatters_a_sum_along_a_side_of_its_torus(chips, config, kind):
+    mesh = make_mesh(config, chips("v5p:4x4x4"))
+    scatter = jax.shard_map(
+        lambda x: jax.lax.psum_scatter(x, "data", tiled=True),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    counts = explain(scatter, abstract(mesh, P(), 8192, 1024)).counts()
+    assert {name: counts[name] for name in ("reduce-scatter", "all-reduce")} == {
+        "reduce-scatter": 0,
+        "all-reduce": 0,
+        kind: 1,
+    }
+
+
+@pytest.mark.slow  # needs the extra [tpu]; `pip install '.[tpu]'`
+def test_the_program_of_another_compiler_is_read_alike(chips):
+    mesh = make_mesh(MeshConfig(data=2, expert=4), chips("v5p:2x2x2"))
     with jax.set_mesh(mesh):
         explanation = explain(in_a_loop, *arguments(mesh))
     assert np.all([one.axes == ("expert",) for one in explanation.collectives])
