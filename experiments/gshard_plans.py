@@ -50,16 +50,14 @@ SEVEN = (
     Case("2048e_60l", 2048, paper=13.9),
 )
 # The same tokens on each device: 2,048, as the models of 512 and 2,048 experts have.
-AS_DEFINED = "--mesh.weight-update sharded"
+COPIES = "--mesh.weight-update replicated"
 GROWTH = (
     Case(
-        "128e_12l",
-        16,
-        f"{AS_DEFINED} --model.num-experts 16 --mesh.expert 16 --mixture.batch-size 256",
+        "128e_12l", 16, f"{COPIES} --model.num-experts 16 --mesh.expert 16 --mixture.batch-size 256"
     ),
-    Case("128e_12l", 128, f"{AS_DEFINED} --mixture.batch-size 2048"),
-    Case("512e_12l", 512, AS_DEFINED),
-    Case("2048e_12l", 2048, AS_DEFINED),
+    Case("128e_12l", 128, f"{COPIES} --mixture.batch-size 2048"),
+    Case("512e_12l", 512, COPIES),
+    Case("2048e_12l", 2048, COPIES),
 )
 V3 = Chip(  # what the paper ran on; its data sheet. A chip has two of the paper's devices.
     name="v3",
@@ -75,12 +73,8 @@ V3 = Chip(  # what the paper ran on; its data sheet. A chip has two of the paper
 def main(folder: Path) -> None:
     """Makes what is missing and prints the tables."""
     folder.mkdir(parents=True, exist_ok=True)
-    print(
-        "| model | chips | parameters | weights | "
-        + " | ".join(UPDATES)
-        + " | paper | collectives |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    heads = ("model", "chips", "parameters", "weights", *UPDATES, "paper", "collectives")
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for case in SEVEN:
         modes = [case._replace(changes=f"--mesh.weight-update {mode}") for mode in UPDATES]
         print(_size_row(case, [_plan(mode, folder) for mode in modes]), flush=True)

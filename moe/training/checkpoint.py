@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from moe.errors import UserError
 
 _TEXTS = "data state and validation loss"
+_REMOVED = "removed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,10 +42,10 @@ class CheckpointConfig:
 class Checkpoints:
     """The checkpoints of one run: `<directory>/<step>/`, each complete or absent.
 
-    Orbax writes into a temporary folder and renames it when the last byte is there, so a killed
-    process leaves no half checkpoint. A checksum of every array, of the data state and of the validation
-    loss is stored beside them and compared on restore, so damage to the files is found too: what is
-    restored is what was saved.
+    Orbax writes into a temporary folder and renames it when the last byte is there, and renames what is
+    no longer kept before it deletes it, so a killed process leaves no half checkpoint. A checksum of every
+    array, of the data state and of the validation loss is stored beside them and compared on restore, so
+    damage to the files is found too: what is restored is what was saved.
 
     Raises:
       UserError: a validation loss, which is read when the folder is opened, is damaged.
@@ -67,6 +69,7 @@ class Checkpoints:
                 preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
                 best_fn=_validation_loss,
                 best_mode="min",
+                todelete_subdir=_REMOVED,
             ),
         )
 
@@ -79,6 +82,7 @@ class Checkpoints:
         """
         metrics = None if validation_loss is None else {"validation_loss": validation_loss}
         sums = checksums(state) | {_TEXTS: _text_sum(data_state, metrics)}
+        self.wait()
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -135,8 +139,10 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def wait(self) -> None:
-        """Returns when what was saved is on disk."""
+        """Returns when what was saved is on disk, and what is no longer kept is not."""
         self._manager.wait_until_finished()
+        if jax.process_index() == 0:
+            shutil.rmtree(self.directory / _REMOVED, ignore_errors=True)
 
     def close(self) -> None:
         """Waits and lets go of the directory."""

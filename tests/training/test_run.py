@@ -151,6 +151,7 @@ def test_the_best_and_the_newest_checkpoints_are_kept(tmp_path):
         checkpoints.save(step, {"w": np.full(3, step)}, {"next": step}, validation_loss=loss)
     checkpoints.wait()
     assert checkpoints.steps() == [2, 4, 5]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "4", "5"}
     assert (checkpoints.best(), checkpoints.latest()) == (2, 5)
     state, data = checkpoints.restore(2, {"w": np.zeros(3, int)})
     np.testing.assert_array_equal(state["w"], 2)
