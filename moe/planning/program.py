@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from moe.errors import UserError
+from moe.sharding.hlo import compile_and_print, dump_to, dumped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,14 +47,14 @@ def compiled_program(lowered: jax.stages.Lowered, *, on_tpu: bool = False) -> Pr
     Raises:
       UserError: the program does not compile.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            compiled = lowered.compile(compiler_options=_dump_to(folder) if on_tpu else None)
-        except jax.errors.JaxRuntimeError as error:
-            raise _refused(str(error)) from error
-        # libtpu 0.0.52 cannot print a finished program in which it gave a gather to the sparse cores
-        # ("async-update instruction should have 1 operands"); what it writes on its way is complete.
-        text = _dumped(folder, "after_optimizations") if on_tpu else compiled.as_text() or ""
+    try:
+        if on_tpu:
+            compiled, text = compile_and_print(lowered)
+        else:
+            compiled = lowered.compile()
+            text = compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError as error:
+        raise _refused(str(error)) from error
     stats = compiled.memory_analysis()
     assert stats is not None, "XLA reports the memory of every backend that we compile for"
     return Program(
@@ -89,31 +90,17 @@ def optimised_program(compile_it: Callable[..., None], *arguments: Any) -> Progr
         failed = Path(folder, "error")
         if failed.exists():
             raise _refused(failed.read_text(encoding="utf-8"))
-        buffers = _dumped(folder, "after_optimizations-buffer-assignment")
-        return Program(text=_dumped(folder, "after_optimizations"), code=None, **_sizes(buffers))
+        buffers = dumped(folder, "after_optimizations-buffer-assignment")
+        return Program(text=dumped(folder, "after_optimizations"), code=None, **_sizes(buffers))
 
 
 def _compile_in(folder: str, compile_it: Callable[..., None], *arguments: Any) -> None:
     jax.config.update("jax_platforms", "cpu")  # as its parent: what it compiles for is not here
     jax.config.update("jax_enable_compilation_cache", False)  # what is found there is not written
     try:
-        compile_it(*arguments, _dump_to(folder))
+        compile_it(*arguments, dump_to(folder))
     except Exception as error:  # to be raised in the parent, whatever it is
         Path(folder, "error").write_text(str(error), encoding="utf-8")
-
-
-def _dump_to(folder: str) -> dict[str, Any]:
-    return {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-
-
-def _dumped(folder: str, stage: str) -> str:
-    found = list(Path(folder).glob(f"*.{stage}.txt"))
-    if len(found) != 1:
-        raise UserError(
-            f"the compiler must write one {stage} of the step: got {len(found)}. "
-            "Its process ended, for lack of memory perhaps; look at its messages above."
-        )
-    return found[0].read_text(encoding="utf-8")
 
 
 _BUFFER = re.compile(r"^allocation \d+: size (\d+), page 0, ?(.*):$", re.MULTILINE)

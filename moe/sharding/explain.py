@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from moe.errors import UserError
 from moe.sharding import hlo
 
 
@@ -140,9 +141,11 @@ def explain(program: Any, /, *args, top: int = 5, **kwargs) -> Explanation:
 
     Returns:
       The MoE layer with its experts over a mesh axis, forward: `counts()["all-to-all"]` is 2.
+
+    Raises:
+      UserError: the program is compiled already, and its compiler cannot print it.
     """
-    compiled = _compiled(program, args, kwargs)
-    module = hlo.Module(compiled.as_text() or "")
+    compiled, module = _compiled(program, args, kwargs)
     mesh_shape = _mesh_shape(compiled)
     exchanges = _collectives(module, mesh_shape)
     (args_info, kwargs_info), (args_placed, kwargs_placed) = (
@@ -160,27 +163,41 @@ def explain(program: Any, /, *args, top: int = 5, **kwargs) -> Explanation:
     )
 
 
-def count_collectives(compiled: jax.stages.Compiled) -> collections.Counter[str]:
+def count_collectives(
+    program: jax.stages.Compiled | jax.stages.Lowered,
+) -> collections.Counter[str]:
     """How many collectives of each kind a compiled program contains.
 
     Args:
-      compiled: `jax.jit(f).lower(*args).compile()`.
+      program: `jax.jit(f).lower(*args).compile()`, or what it is compiled from.
 
     Returns:
       Counter by HLO name, such as {"all-to-all": 2}. One inside a loop counts once.
     """
-    module = hlo.Module(compiled.as_text() or "")
+    _, module = _compiled(program, (), {})
     return collections.Counter(str(instruction.kind) for _, instruction in module.collectives())
 
 
-def _compiled(program, args, kwargs) -> jax.stages.Compiled:
-    if isinstance(program, jax.stages.Compiled):
-        return program
-    if not isinstance(program, jax.stages.Lowered):
-        jitted = program if hasattr(program, "lower") else jax.jit(program)
-        program = jitted.lower(*args, **kwargs)
+def _compiled(program, args, kwargs) -> tuple[jax.stages.Compiled, hlo.Module]:
+    """The program compiled, and its text read."""
+    lowered, compiled = None, program
     with _true_source_lines():
-        return program.compile()
+        if not isinstance(program, jax.stages.Compiled):
+            lowered = program
+            if not isinstance(program, jax.stages.Lowered):
+                jitted = program if hasattr(program, "lower") else jax.jit(program)
+                lowered = jitted.lower(*args, **kwargs)
+            compiled = lowered.compile()
+        try:
+            return compiled, hlo.Module(compiled.as_text() or "")
+        except jax.errors.JaxRuntimeError as error:
+            if lowered is None:
+                raise UserError(
+                    f"a compiled program must be printable: got {str(error).splitlines()[0]!r} from "
+                    "its compiler. Give what `lower` returned instead, before `compile`."
+                ) from error
+            compiled, text = hlo.compile_and_print(lowered)
+            return compiled, hlo.Module(text)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled program: its collectives, its loops and its arrays.
+"""The text of a compiled program, and what is read there: its collectives, its loops and its arrays.
 
 The text is of XLA's optimized module, the program of one device: shapes are parts, not wholes.
 """
@@ -9,9 +9,15 @@ import dataclasses
 import functools
 import math
 import re
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
+
+from moe.errors import UserError
 
 KINDS = (
     "all-to-all",
@@ -28,6 +34,37 @@ _CALLED = re.compile(r"(\w+)=\{?(%[\w.-]+(?:, ?%[\w.-]+)*)\}?")
 _IOTA = r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
 # Everything but data that another instruction has already made.
 _NO_ARRAY_OF_ITS_OWN = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while"}
+
+
+def compile_and_print(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
+    """Compiles, and takes the text that the compiler writes on its way.
+
+    For libtpu 0.0.52 cannot print a finished program in which it gave a gather to the sparse cores
+    ("async-update instruction should have 1 operands").
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile(compiler_options=dump_to(folder))
+        return compiled, dumped(folder, "after_optimizations")
+
+
+def dump_to(folder: str) -> dict[str, Any]:
+    """The compiler's options to write its texts into a folder."""
+    return {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+
+
+def dumped(folder: str, stage: str) -> str:
+    """What it wrote there of a stage.
+
+    Raises:
+      UserError: nothing, or several texts.
+    """
+    found = list(Path(folder).glob(f"*{stage}.txt"))
+    if len(found) != 1:
+        raise UserError(
+            f"the compiler must write one {stage} of the program: got {len(found)}. "
+            "Its process ended, for lack of memory perhaps; look at its messages above."
+        )
+    return found[0].read_text(encoding="utf-8")
 
 
 @dataclasses.dataclass(frozen=True)

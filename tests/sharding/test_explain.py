@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
+from moe.errors import UserError
 from moe.sharding import MeshConfig, count_collectives, explain, hlo, make_mesh, replicate, split
 from moe.sharding.explain import read_collectives
 
@@ -87,6 +88,21 @@ def test_programs_in_every_state_of_compilation_are_read_alike(mesh, explained):
     for program in (lowered, compiled):
         check(explain(program))
     assert count_collectives(compiled) == explained.counts()
+
+
+def test_a_program_that_its_compiler_cannot_print_is_told_as_it_was_compiled(
+    mesh, explained, monkeypatch
+):
+    def cannot(_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: operands")
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(in_a_loop).lower(*arguments(mesh))
+        compiled = lowered.compile()
+        monkeypatch.setattr(jax.stages.Compiled, "as_text", cannot)
+        check(explain(lowered))
+        with pytest.raises(UserError, match="got 'INTERNAL: operands' from its compiler"):
+            explain(compiled)
 
 
 def test_on_one_device_nothing_is_said():
