@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-# Most of the suite's time is compilation, so the compiler may be lazy.
+# Most of the suite's time is compilation, so the compiler may be lazy; the cores have a worker each.
 os.environ.setdefault(
-    "XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    " --xla_cpu_parallel_codegen_split_count=1",
 )
 CACHE = Path(__file__).parent.parent / ".cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))

@@ -98,6 +98,7 @@ def test_the_page_needs_no_network(made):
     assert not re.search(r'<(script|link|img)[^>]*(src|href)="http', page)
 
 
+@pytest.mark.slow
 def test_more_layers_run_more_exchanges_but_the_program_has_as_many(made):
     deeper = dataclasses.replace(config().model, num_encoder_layers=6, num_decoder_layers=6)
     found = plan(config(model=deeper), simulated_devices(8))

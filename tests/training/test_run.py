@@ -78,6 +78,7 @@ def test_a_finished_run_stays_as_it_is(copied):
     assert metrics(copied) == before
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_for_longer_and_on_another_mesh(copied):
     config = small_config(copied, steps=7)
     mesh = dataclasses.replace(config.mesh, data=2, expert=4)

@@ -20,7 +20,10 @@ def setting(tmp_path_factory):
 @pytest.mark.parametrize(
     # [Y, E, M, H] with the 8 experts over 4 devices; M over the 2 that would hold copies.
     ("optimizer_name", "mode", "part"),
-    [("adamw", "replicated", (1, 2, 16, 32)), ("adafactor", "fully_sharded", (1, 2, 8, 32))],
+    [
+        pytest.param("adamw", "replicated", (1, 2, 16, 32), marks=pytest.mark.slow),
+        ("adafactor", "fully_sharded", (1, 2, 8, 32)),
+    ],
 )
 def test_a_training_step_on_eight_devices_gives_the_numbers_of_one(
     setting, optimizer_name, mode, part
