@@ -41,7 +41,13 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-SLOW = {"docs/tutorial-analyse.md", "docs/tutorial-train.md", "docs/tutorial-upcycle.md"}
+SLOW = {
+    "docs/parity.md",
+    "docs/three-ways-to-use.md",
+    "docs/tutorial-analyse.md",
+    "docs/tutorial-train.md",
+    "docs/tutorial-upcycle.md",
+}
 
 
 @pytest.mark.parametrize(

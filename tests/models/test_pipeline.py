@@ -63,6 +63,7 @@ def test_micro_batches_give_the_logits_losses_and_loads_of_the_batch():
     assert_same(expected[1], found[1])
 
 
+@pytest.mark.slow
 def test_noise_does_not_depend_on_the_number_of_stages():
     key = jax.random.key(5)
     one, two = (forward(stages, key, num_microbatches=3) for stages in (1, 2))

@@ -59,7 +59,9 @@ def gradients() -> dict[str, Gradient]:
     return {remat: one(remat) for remat in get_args(Remat)}
 
 
-@pytest.mark.parametrize("remat", ["exchange", "dots", "full"])
+@pytest.mark.parametrize(
+    "remat", ["exchange", pytest.param("dots", marks=pytest.mark.slow), "full"]
+)
 def test_a_policy_changes_memory_and_no_number(gradients, remat):
     expected, found = gradients["none"], gradients[remat]
     for a, b in zip(*map(jax.tree.leaves, (expected.values, found.values)), strict=True):

@@ -43,6 +43,7 @@ def test_a_training_step_on_eight_devices_gives_the_numbers_of_one(
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_loss_falls_on_a_batch_seen_again_and_again(setting):
     model_config, batch = setting
     optimizer = make_optimizer(

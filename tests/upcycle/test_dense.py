@@ -231,6 +231,7 @@ def inputs(key):
     return given | {"source_BL": tokens_BL, "target_in_BL": tokens_BL[:, ::-1]}
 
 
+@pytest.mark.slow
 def test_the_logits_of_a_whole_model_are_the_dense_ones():
     dense = Transformer(SMALL, rngs=nnx.Rngs(0))
     config = upcycle_config(SMALL, 3)

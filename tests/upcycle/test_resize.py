@@ -198,6 +198,7 @@ def test_stacked_layers_are_changed_each_by_its_own_load():
                 np.testing.assert_allclose(value, alone[name], **CLOSE)
 
 
+@pytest.mark.slow
 def test_a_whole_model_gets_another_number_of_experts():
     config = TransformerConfig(
         vocab_size=13,
