@@ -115,9 +115,9 @@ def updated(
 
 
 def placed(state: TrainState) -> TrainState:
-    """Tells the compiler where a step leaves its state; with "replicated" updates it finds out."""
+    """Tells the compiler to leave a state where the next step takes it, else that is compiled anew."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or current_weight_update() == "replicated":
+    if mesh.empty:
         return state
     state = stored(state, mesh)
     return jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))

@@ -41,9 +41,6 @@ def two_steps(model_config, batch, *, optimizer: str = "adamw", mesh=None) -> Tw
     step: Any = make_train_step(graph, rule, ObjectiveConfig())
     key = jax.random.key(7)
     program = step.lower(state, batch, key).compile()
-    places = jax.tree.map(lambda x: x.sharding, state)
     state, first, _ = program(state, batch, key)
-    # With replicated updates the compiler may leave a norm's scale on the stages that use it.
-    state = jax.device_put(state, places)
     state, metrics, stats = program(state, batch, key)
     return TwoSteps(state, first, metrics, stats, program)
