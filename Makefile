@@ -33,7 +33,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 # Most of the suite's time is compilation, so the compiler may be lazy; the cores have a worker each.
 os.environ.setdefault(
     "XLA_FLAGS",
@@ -16,10 +14,3 @@ os.environ.setdefault(
 CACHE = Path(__file__).parent.parent / ".cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
-
-
-def pytest_collection_modifyitems(items):
-    """Under pytest-xdist the tests of a file share a worker and so its fixtures; a page is on its own."""
-    for item in items:
-        page = item.name if item.name.startswith("test_the_code_of_a_page_runs") else ""
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.name}{page}"))
