@@ -4,15 +4,16 @@ Command:  moe plan experiments/gshard.py --model 2048e_36l --topology v5p:8x16x1
           moe train experiments/gshard.py    (128e_12l, on 128 devices)
 Hardware: as many devices as experts. Planned only, see docs/scaling.md; none was trained.
 
-As published (arXiv:2006.16668, section 4): widths, heads, ReLU, dropout, top-2 in every other layer,
-groups of 1024 tokens with 2 * 1024 / E slots an expert, tokens a batch, float32, Adafactor without
-momentum.
-Ours instead: one vocabulary of 32,000 for source and target, tied to the output (theirs: 64,000 and
-32,000); rotary positions; a linear warm-up to the learning rate 0.01, which 1.0 / sqrt(step) has at
-step 10,000, then the same 1 / sqrt decay. Rows are 128 tokens long on each side, and the batch counts
-the tokens of one side. The largest model's batch, which the paper does not give, is taken as 4 M too.
-Every chip holds whole weights and updates its part of them (arXiv:2004.13336), of which the paper says
-nothing; `--mesh.weight-update` has the other ways.
+As published (arXiv:2006.16668, section 4): widths, heads, ReLU, dropout, vocabularies of 64,000 source
+and 32,000 target pieces, top-2 in every other layer, groups of 1024 tokens with 2 * 1024 / E slots an
+expert, tokens a batch, float32, Adafactor without momentum.
+Ours instead: one matrix for the target's embedding and the output, of which the paper says nothing;
+rotary positions; data that also go out of English, so that targets are in all languages; a linear
+warm-up to the learning rate 0.01, which 1.0 / sqrt(step) has at step 10,000, then the same 1 / sqrt
+decay. Rows are 128 tokens long on each side, and the batch counts the tokens of one side. The largest
+model's batch, which the paper does not give, is taken as 4 M too. Every chip holds whole weights and
+updates its part of them (arXiv:2004.13336), of which the paper says nothing; `--mesh.weight-update` has
+the other ways.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from moe.models import TransformerConfig
 from moe.sharding import MeshConfig
 from moe.training import CheckpointConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 
+SOURCE_PIECES, TARGET_PIECES = 64_000, 32_000
 ROW = 128
 MILLION = 2**20
 
@@ -58,12 +60,13 @@ def config(model: str = "128e_12l") -> TrainConfig:
         run_dir=f"runs/gshard/{model}",
         steps=100_000,
         source=TfdsSource(),
-        tokenizer=TokenizerConfig(vocab_size=32_000),
+        tokenizer=TokenizerConfig(vocab_size=TARGET_PIECES, source_vocab_size=SOURCE_PIECES),
         mixture=MixtureConfig(
             batch_size=published.num_tokens // ROW, source_length=ROW, target_length=ROW
         ),
         model=TransformerConfig(
-            vocab_size=32_000,
+            vocab_size=TARGET_PIECES,
+            source_vocab_size=SOURCE_PIECES,
             d_model=1024,
             d_hidden=8192,
             num_heads=16,

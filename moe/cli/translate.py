@@ -40,7 +40,7 @@ def translate(arguments: Sequence[str]) -> int:
     config = options.decoding_config()
     with on_mesh(options.mesh) as mesh:
         run = agree(lambda: open_run(options.run))
-        run.tokenizer.tag_id(options.to)  # what is wrong is told before the work is done
+        run.tokenizer.source.tag_id(options.to)  # what is wrong is told before the work is done
         sentences = from_first(lambda: _read_lines(options))
         model, _ = agree(lambda: load_model(run, options.checkpoint, mesh=mesh))
         lines = decoding.translate(

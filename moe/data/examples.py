@@ -41,12 +41,13 @@ class PairEncoder:
         self.direction = direction
         self.lengths = (source_length, target_length)
         self._tokenizer = tokenizer
-        self._tag_id = tokenizer.tag_id(direction.target_lang)
-        self._dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
+        self._tag_id = tokenizer.source.tag_id(direction.target_lang)
+        num_ids = max(tokenizer.vocab_size, tokenizer.source.vocab_size)
+        self._dtype = np.uint16 if num_ids <= 2**16 else np.int32
 
     def __call__(self, pairs: Sequence[SentencePair]) -> list[Example | None]:
         """The example of each pair, in their order."""
-        sources = self._tokenizer.encode_batch([pair.source for pair in pairs])
+        sources = self._tokenizer.source.encode_batch([pair.source for pair in pairs])
         targets = self._tokenizer.encode_batch([pair.target for pair in pairs])
         return [self._example(*sides) for sides in zip(sources, targets, strict=True)]
 

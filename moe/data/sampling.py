@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 import grain
@@ -98,7 +98,17 @@ def require_pairs(pairs: Pairs) -> None:
         )
 
 
-def sample_texts(pairs: Pairs, *, num_texts: int, temperature: float, seed: int) -> Iterator[str]:
+Side = Literal["source", "target"]
+
+
+def sample_texts(
+    pairs: Pairs,
+    *,
+    num_texts: int,
+    temperature: float,
+    seed: int,
+    sides: Collection[Side] = ("source", "target"),
+) -> Iterator[str]:
     """Single sentences of all languages in temperature proportion, to train a tokenizer on.
 
     Each language's texts are the source sides and the target sides written in it. A language with
@@ -108,12 +118,13 @@ def sample_texts(pairs: Pairs, *, num_texts: int, temperature: float, seed: int)
       num_texts: how many to draw, up to rounding; no more than there are.
       temperature: as in `temperature_weights`, over languages.
       seed: decides which texts are drawn.
+      sides: of the pairs that are drawn from.
     """
     require_pairs(pairs)
     columns: dict[str, list[_Column]] = defaultdict(list)
     for direction in sorted(pairs):
-        columns[direction.source_lang].append((pairs[direction], "source"))
-        columns[direction.target_lang].append((pairs[direction], "target"))
+        for side in sides:
+            columns[getattr(direction, f"{side}_lang")].append((pairs[direction], side))
     counts = [sum(len(examples) for examples, _ in columns[lang]) for lang in sorted(columns)]
     shares = temperature_weights(counts, temperature) * min(num_texts, sum(counts))
     rng = np.random.default_rng(seed)
@@ -123,7 +134,7 @@ def sample_texts(pairs: Pairs, *, num_texts: int, temperature: float, seed: int)
         yield from _texts(columns[lang], np.resize(drawn, wanted))
 
 
-_Column = tuple[Sequence[SentencePair], Literal["source", "target"]]
+_Column = tuple[Sequence[SentencePair], Side]
 
 
 def _texts(columns: list[_Column], indices: np.ndarray) -> Iterator[str]:

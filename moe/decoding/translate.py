@@ -144,9 +144,9 @@ def _encode(
             f"target_lang must be one language or one a sentence: got {len(languages)} languages "
             f"for {len(sentences)} sentences. Pass as many of them."
         )
-    tags = {language: tokenizer.tag_id(language) for language in dict.fromkeys(languages)}
+    tags = {language: tokenizer.source.tag_id(language) for language in dict.fromkeys(languages)}
     lines = [line for line, sentence in enumerate(sentences) if sentence.strip()]
-    pieces = tokenizer.encode_batch([sentences[line].strip() for line in lines])
+    pieces = tokenizer.source.encode_batch([sentences[line].strip() for line in lines])
     sources = {}
     for line, ids in zip(lines, pieces, strict=True):
         sources[line] = [tags[languages[line]], *ids, tokenizer.eos_id]

@@ -30,6 +30,8 @@ class TransformerConfig:
 
     vocab_size: int = 8000
     """V, rows of the embedding; the trainer sets it to what the tokenizer has."""
+    source_vocab_size: int | None = None
+    """Rows of an embedding for source tokens alone, set likewise; None is one for both sides."""
     d_model: int = 256
     """M, width of a token."""
     d_hidden: int = 1024
@@ -84,20 +86,19 @@ class TransformerConfig:
     def __post_init__(self):
         for name in (
             "vocab_size",
+            "source_vocab_size",
             "d_model",
             "d_hidden",
+            "d_expert",
             "num_heads",
             "group_size",
             "exchange_chunks",
             "num_microbatches",
             "pipeline_rounds",
         ):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"model.{name} must be at least 1: got {getattr(self, name)}. Raise it."
-                )
-        if self.d_expert is not None and self.d_expert < 1:
-            raise UserError(f"model.d_expert must be at least 1: got {self.d_expert}. Raise it.")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"model.{name} must be at least 1: got {value}. Raise it.")
         for name in ("num_encoder_layers", "num_decoder_layers"):
             if getattr(self, name) < 2 or getattr(self, name) % 2:
                 raise UserError(

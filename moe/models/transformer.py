@@ -55,10 +55,15 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
         init = nnx.initializers.normal(config.d_model**-0.5)
-        shape = (config.vocab_size, config.d_model)
-        self.embedding_VM = param(init(rngs.params(), shape), "vocabulary", "model")
+
+        def table_VM(num_rows: int) -> nnx.Param:
+            return param(init(rngs.params(), (num_rows, config.d_model)), "vocabulary", "model")
+
+        self.embedding_VM = table_VM(config.vocab_size)
+        if config.source_vocab_size is not None:
+            self.source_embedding_VM = table_VM(config.source_vocab_size)
         if not config.tied_embeddings:
-            self.output_VM = param(init(rngs.params(), shape), "vocabulary", "model")
+            self.output_VM = table_VM(config.vocab_size)
         encoder, decoder = (config.block(cross_attention=cross) for cross in (False, True))
         names = ("remat", "num_microbatches", "pipeline_rounds")
         running = {name: getattr(config, name) for name in names}
@@ -116,7 +121,7 @@ class Transformer(nnx.Module):
             memory_mask_BLT=_same_segment(target_segments_BL, source_segments_BL),
             **self._positions("decoder", target_positions_BL, target_positions_BL),
         )
-        x_BLM, keys = self._embed(target_in_BL, decoder_key)
+        x_BLM, keys = self._embed(target_in_BL, self.embedding_VM, decoder_key)
         x_BLM, decoder_stats, _ = self.decoder(x_BLM, view, key=keys, plan=plans.get("decoder"))
         return self._logits(x_BLM), encoder_stats | _stats("decoder", decoder_stats)
 
@@ -137,7 +142,9 @@ class Transformer(nnx.Module):
             task_BL=_tags(source_BL, source_segments_BL, source_segments_BL),
             **self._positions("encoder", source_positions_BL, source_positions_BL),
         )
-        x_BLM, key = self._embed(source_BL, key)
+        shared = self.config.source_vocab_size is None
+        table_VM = self.embedding_VM if shared else self.source_embedding_VM
+        x_BLM, key = self._embed(source_BL, table_VM, key)
         memory_BTM, stats, _ = self.encoder(x_BLM, view, key=key, plan=plan)
         return memory_BTM, _stats("encoder", stats)
 
@@ -192,15 +199,15 @@ class Transformer(nnx.Module):
             LayerCache(own=own, memory=memory)
             for own, memory in zip(cache.own, cache.memory, strict=True)
         )
-        x_BLM, _ = self._embed(token_B[:, None], None)
+        x_BLM, _ = self._embed(token_B[:, None], self.embedding_VM, None)
         x_BLM, _, caches = self.decoder(x_BLM, view, caches)
         own = tuple(layer.own for layer in caches if layer is not None)
         return self._logits(x_BLM)[:, 0], dataclasses.replace(cache, own=own)
 
-    def _embed(self, tokens_BL, key) -> tuple[jax.Array, jax.Array | None]:
+    def _embed(self, tokens_BL, table_VM, key) -> tuple[jax.Array, jax.Array | None]:
         """Embedded tokens of unit variance, and the key that is left."""
         key, dropout_key = (None, None) if key is None else jax.random.split(key)
-        x_BLM = self.embedding_VM[...][tokens_BL] * self.config.d_model**0.5
+        x_BLM = table_VM[...][tokens_BL] * self.config.d_model**0.5
         x_BLM = constrain(x_BLM.astype(self.config.dtype), "batch", None, None)
         return dropout(x_BLM, self.config.dropout, dropout_key), key
 

@@ -54,7 +54,7 @@ def compile_step(
 ) -> CompiledStep:
     """The step of `moe train` for the mesh of `config` over `devices`.
 
-    The vocabulary is `config.model.vocab_size`: no tokenizer is trained for a plan.
+    Vocabularies are as large as `config.model` says: no tokenizer is trained for a plan.
 
     Args:
       config: the run.

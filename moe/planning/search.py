@@ -31,7 +31,8 @@ def legal_meshes(config: TrainConfig, num_devices: int) -> Iterator[MeshConfig]:
     """
     model, mixture = config.model, config.mixture
     parts = model.num_microbatches
-    inner = (model.num_heads, model.d_hidden, model.expert_width, model.vocab_size)
+    vocabularies = (model.vocab_size, model.source_vocab_size or model.vocab_size)
+    inner = (model.num_heads, model.d_hidden, model.expert_width, *vocabularies)
     rows = mixture.batch_size // parts
     tokens = [rows * n for n in (mixture.source_length, mixture.target_length)]
     groups = [math.ceil(n / min(model.group_size, n)) for n in tokens]

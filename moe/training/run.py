@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ MAY_CHANGE = (
 FILES = {
     "config.json",
     "tokenizer.model",
+    "source_tokenizer.model",
     "checkpoints",
     "metrics.jsonl",
     "load.jsonl",
@@ -62,7 +62,12 @@ class Run:
     @property
     def model_config(self) -> TransformerConfig:
         """The model's shape with the tokenizer's vocabulary."""
-        return dataclasses.replace(self.config.model, vocab_size=self.tokenizer.vocab_size)
+        source = self.tokenizer.source
+        return dataclasses.replace(
+            self.config.model,
+            vocab_size=self.tokenizer.vocab_size,
+            source_vocab_size=None if source is self.tokenizer else source.vocab_size,
+        )
 
     def batches(self, split: Split, limit: int) -> Iterator[tuple[Direction, Batch]]:
         """The first `limit` sentences of each direction of a split, one direction a batch.
@@ -142,8 +147,8 @@ def begin_run(config: TrainConfig, *, tokenizer_of: Run, params: nnx.State, data
             f"run_dir must be new or empty: got {path}, which holds a run. Choose another folder."
         )
     _make_folder(path)
-    shutil.copyfile(tokenizer_of.path / "tokenizer.model", path / "tokenizer.model")
     run = Run(path, config, tokenizer_of.tokenizer)
+    run.tokenizer.save(path / "tokenizer.model")
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = TrainState(
         step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer.init(params)
@@ -219,7 +224,8 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     if tokenizer.fingerprint != expected:
         raise UserError(
             f"tokenizer must be the one the run was trained with: got {path / 'tokenizer.model'} with "
-            f"SHA-256 {tokenizer.fingerprint[:12]}, not {expected[:12]}. Restore the file."
+            f"SHA-256 {tokenizer.fingerprint[:12]}, not {expected[:12]}. Restore the file, and "
+            "source_tokenizer.model if the run has one."
         )
     return Run(path, config, tokenizer)
 

@@ -73,7 +73,7 @@ def upcycle_run(
 
 
 def _upcycled(run: Run, old: Transformer, config: TrainConfig, noise: float) -> Transformer:
-    model_config = dataclasses.replace(config.model, vocab_size=run.tokenizer.vocab_size)
+    model_config = dataclasses.replace(run, config=config).model_config
     return upcycle_model(old, model_config, noise=noise, rngs=nnx.Rngs(config.seed))
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from moe.data.examples import as_dataset, encode_pairs
 from moe.data.pairs import Direction, SentencePair
+from moe.data.tokenizer import TokenizerConfig, train_tokenizer
 from moe.errors import UserError
 from tests.data.small_mixture import DE_EN, EN_DE, make_pairs, small_tokenizer
 
@@ -31,6 +32,17 @@ def test_a_source_is_tag_pieces_eos_and_a_target_pieces_eos(in_memory):
             assert example["source"].tolist() == source
             assert example["target"].tolist() == [*tokenizer.encode(pair.target), 3]
             assert example["source"].dtype == np.uint16
+
+
+def test_each_side_is_encoded_by_its_own_tokenizer(tmp_path):
+    pairs = make_pairs({EN_DE: 300})
+    config = TokenizerConfig(vocab_size=290, source_vocab_size=280)
+    tokenizer = train_tokenizer(pairs, config, temperature=1.0, path=tmp_path / "model")
+    example = encode_pairs(pairs, tokenizer, **LENGTHS)[EN_DE][7]
+    pieces = tokenizer.source.encode("seven")
+    assert pieces != tokenizer.encode("seven")
+    assert example["source"].tolist() == [tokenizer.source.tag_id("de"), *pieces, 3]
+    assert example["target"].tolist() == [*tokenizer.encode("sieben"), 3]
 
 
 def test_what_fits_exactly_stays_and_one_token_more_is_left_out(caplog):

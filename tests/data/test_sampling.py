@@ -109,6 +109,15 @@ def test_sampled_texts_are_all_the_texts_where_few():
     assert sorted(drawn) == sorted(f"{lang}{i}" for lang in ("de", "en") for i in (0, 0, 1, 1, 2))
 
 
+def test_sampled_texts_may_be_of_one_side():
+    pairs = _pairs({Direction("en", "de"): 3, Direction("fr", "en"): 2})
+    options = {"num_texts": 1000, "temperature": 1.0, "seed": 0}
+    assert sorted(sample_texts(pairs, sides=["source"], **options)) == [
+        *("en0", "en1", "en2"),
+        *("fr0", "fr1"),
+    ]
+
+
 def test_sampled_texts_depend_on_the_seed_alone():
     pairs = _pairs({Direction("en", "de"): 100})
     first, again, other = (

@@ -91,6 +91,33 @@ def test_the_tokenizer_of_a_mixture_knows_all_its_languages(tmp_path):
     assert made[0].fingerprint == made[1].fingerprint
 
 
+def test_source_texts_may_have_a_vocabulary_of_their_own(tmp_path):
+    pairs, path = make_pairs({EN_DE: 300, EN_FR: 300}), tmp_path / "model"
+    options = {"temperature": 1.0, "path": path}
+    config = TokenizerConfig(vocab_size=307, source_vocab_size=288)
+    made = train_tokenizer(pairs, config, **options)
+    assert (made.vocab_size, made.source.vocab_size) == (307, 288)
+    assert made.source.languages == made.languages
+    # No German nor French among the sources, no English among the targets.
+    assert len(made.source.encode("seven")) < len(made.encode("seven"))
+    assert len(made.encode("sieben")) < len(made.source.encode("sieben"))
+    same = Tokenizer.load(path)
+    assert same.fingerprint == made.fingerprint
+    assert same.source.encode("one seven") == made.source.encode("one seven")
+    assert Tokenizer(path.read_bytes()).fingerprint != made.fingerprint  # the targets' alone
+    shared = train_tokenizer(pairs, TokenizerConfig(vocab_size=300), **options)
+    assert shared.source is shared
+    assert Tokenizer.load(path).fingerprint == shared.fingerprint
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_impossible_size_of_the_sources_vocabulary_is_told_by_its_name(tmp_path):
+    config = TokenizerConfig(vocab_size=300, source_vocab_size=5000)
+    with pytest.raises(UserError, match=r"source_vocab_size must be at most \d+ .*got 5000"):
+        train_tokenizer(make_pairs({EN_DE: 50}), config, temperature=1.0, path=tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_unknown_language_is_an_error_naming_the_known_ones():
     with pytest.raises(UserError, match=r'got "xx"\. Choose one of de, en, fr'):
         small_tokenizer().tag_id("xx")
@@ -155,6 +182,7 @@ def test_a_sentencepiece_model_of_another_make_is_an_error(tmp_path):
     ("field", "value"),
     [
         ("vocab_size", 0),
+        ("source_vocab_size", 0),
         ("max_sentences", 0),
         ("character_coverage", 1.5),
         ("model_type", "word"),

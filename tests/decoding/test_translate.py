@@ -25,8 +25,9 @@ class WordTokenizer:
 
     pad_id, unk_id, bos_id, eos_id = range(4)
 
-    def __init__(self, words: str = ""):
+    def __init__(self, words: str = "", *, source: WordTokenizer | None = None):
         self.words = ["", "", "", "", "<2de>", "<2ja>", *words.split()]
+        self.source = source or self
 
     def tag_id(self, language):
         if f"<2{language}>" not in self.words:
@@ -81,6 +82,12 @@ def test_each_line_may_have_its_own_language():
         CopyModel(), WordTokenizer(), ["a", "b", "a"], target_lang=["ja", "de", "de"], config=SMALL
     )
     assert found == ["<2ja> a", "<2de> b", "<2de> a"]
+
+
+def test_sources_are_read_by_their_own_tokenizer_and_targets_written_by_theirs():
+    tokenizer = WordTokenizer("eins zwei", source=WordTokenizer("one two"))
+    found = translate(CopyModel(), tokenizer, ["two one"], target_lang="ja", config=SMALL)
+    assert found == ["<2ja> zwei eins"]
 
 
 def test_no_lines_need_no_model():

@@ -70,6 +70,22 @@ def test_a_target_token_does_not_see_later_ones():
     assert set(seen) == {9, 10, 11, 12, 13, 1, 30}
 
 
+def test_source_tokens_may_have_an_embedding_of_their_own():
+    graph, params = nnx.split(make_model(source_vocab_size=V + 7, num_experts=0))
+    row = rows([([5, V + 6, 7], [1, 20])])
+
+    def logit(params):
+        return nnx.merge(graph, params)(**row)[0][0, 1, 30]
+
+    gradient = jax.grad(logit)(params)
+    seen = {
+        name: set(np.flatnonzero(np.abs(gradient[name].get_value()).sum(1)))
+        for name in ("source_embedding_VM", "embedding_VM")
+    }
+    assert seen["source_embedding_VM"] == {5, 7, V + 6}
+    assert seen["embedding_VM"] == {1, 20, 30}  # 30 as the output's row
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"positions": "relative"}, {"num_experts": 0}, {"d_head": 6}]
 )

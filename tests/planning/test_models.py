@@ -48,10 +48,10 @@ def test_gshards_parameters_are_the_published_ones_to_the_digit(model, billions)
     assert round(parameters.experts / 1e9, 1) == billions
     assert config.mesh.expert == experts
     # A pair of layers besides its experts: a dense FFN, the router, and in the encoder two attentions
-    # of four matrices and four norms, in the decoder four and six. Then the vocabulary and two norms.
+    # of four matrices and four norms, in the decoder four and six. Then two vocabularies and two norms.
     attention, norm = 4 * 1024 * 16 * 128, 1024
     pair = 2 * (2 * 1024 * 8192 + 1024 * experts) + (2 + 4) * attention + (4 + 6) * norm
-    rest = pairs // 2 * pair + 32_000 * 1024 + 2 * norm
+    rest = pairs // 2 * pair + (64_000 + 32_000) * 1024 + 2 * norm
     assert parameters.total == parameters.experts + rest
     assert parameters.active == parameters.total - parameters.experts // experts * (experts - 2)
 

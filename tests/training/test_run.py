@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from moe.decoding import translate
 from moe.errors import UserError
 from moe.models import TransformerConfig
 from moe.training import CheckpointConfig, Checkpoints, load_model, open_run
@@ -220,6 +221,24 @@ def test_the_vocabulary_of_the_model_is_the_tokenizers(trained):
         run.config.model, vocab_size=run.tokenizer.vocab_size
     )
     assert isinstance(run.model_config, TransformerConfig)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_vocabulary_for_its_sources_trains_goes_on_and_translates(tmp_path):
+    config = small_config(tmp_path / "run", steps=2)
+    own = dataclasses.replace(config.tokenizer, source_vocab_size=380)
+    config = dataclasses.replace(config, tokenizer=own)
+    train(config)
+    train(dataclasses.replace(config, steps=4))
+    run = open_run(tmp_path / "run")
+    assert run.model_config.source_vocab_size == run.tokenizer.source.vocab_size == 380
+    model, step = load_model(run, "last")
+    assert step == 4
+    assert model.source_embedding_VM.shape == (380, 16)
+    assert len(translate(model, run.tokenizer, ["the big dog"], target_lang="qaa")) == 1
+    (run.path / "source_tokenizer.model").unlink()
+    with pytest.raises(UserError, match=r"source_tokenizer\.model if the run has one"):
+        open_run(run.path)
 
 
 def test_rows_that_do_not_divide_over_the_devices_are_refused(tmp_path):
