@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 
 from moe.sharding import count_collectives
 from moe.sharding.exchange import (
@@ -120,11 +119,8 @@ def test_a_device_alone_puts_its_rows_together_by_expert():
 
 
 @pytest.mark.slow  # needs the extra [tpu]; `pip install '.[tpu]'`
-def test_the_tpu_compiler_takes_the_ragged_form_with_several_slices_for_a_peer(monkeypatch):
-    """Compiles for four chips that are not here; nothing runs."""
-    pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [tpu]")
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud which machine this is
-    chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+def test_the_tpu_compiler_takes_the_ragged_form_with_several_slices_for_a_peer(tpu_slice):
+    _, chips = tpu_slice("v5e:2x2")
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), AXES, axis_types=auto, devices=chips)
 

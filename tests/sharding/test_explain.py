@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 from moe.errors import UserError
@@ -180,18 +179,6 @@ def test_a_reduce_scatter_is_told_as_one_where_the_compiler_writes_it_as_a_fusio
     assert (one.kind, one.axes, one.bytes_per_device) == ("reduce-scatter", ("data",), 8 * 6 * 4)
 
 
-@pytest.fixture
-def chips(monkeypatch):
-    """TPU chips that are not here, by their topology."""
-    pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [tpu]")
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud which machine this is
-
-    def described(topology):
-        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-
-    return described
-
-
 @pytest.mark.slow  # needs the extra [tpu]; `pip install '.[tpu]'`
 @pytest.mark.parametrize(
     ("config", "kind"),
@@ -200,8 +187,9 @@ def chips(monkeypatch):
         (MeshConfig(data=64), "all-reduce"),  # over all links of the slice
     ],
 )
-def test_the_tpu_scatters_a_sum_along_a_side_of_its_torus(chips, config, kind):
-    mesh = make_mesh(config, chips("v5p:4x4x4"))
+def test_the_tpu_scatters_a_sum_along_a_side_of_its_torus(tpu_slice, config, kind):
+    _, chips = tpu_slice("v5p:4x4x4")
+    mesh = make_mesh(config, chips)
     scatter = jax.shard_map(
         lambda x: jax.lax.psum_scatter(x, "data", tiled=True),
         mesh=mesh,
@@ -218,8 +206,9 @@ def test_the_tpu_scatters_a_sum_along_a_side_of_its_torus(chips, config, kind):
 
 
 @pytest.mark.slow  # needs the extra [tpu]; `pip install '.[tpu]'`
-def test_the_program_of_another_compiler_is_read_alike(chips):
-    mesh = make_mesh(MeshConfig(data=2, expert=4), chips("v5p:2x2x2"))
+def test_the_program_of_another_compiler_is_read_alike(tpu_slice):
+    _, chips = tpu_slice("v5p:2x2x2")
+    mesh = make_mesh(MeshConfig(data=2, expert=4), chips)
     with jax.set_mesh(mesh):
         explanation = explain(in_a_loop, *arguments(mesh))
     assert np.all([one.axes == ("expert",) for one in explanation.collectives])
