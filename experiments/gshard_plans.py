@@ -147,7 +147,7 @@ def _step_on(torus: Slice, plan: dict, kind: str) -> StepTime:
     return model_step_time(
         torus,
         flops_per_device=plan["flops_per_device"],
-        memory_traffic=memory["total"] + memory["temporaries"],
+        memory_traffic=memory["total"] + memory["activations"] + memory["temporaries"],
         collectives=collectives,
     )
 

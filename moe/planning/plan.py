@@ -15,7 +15,7 @@ from moe.planning.ahead import CompiledStep, compile_step
 from moe.planning.chips import Slice
 from moe.planning.flops import product_flops
 from moe.planning.step_time import MODEL, StepTime, model_step_time
-from moe.sharding import Collective
+from moe.sharding import Collective, hlo
 from moe.sharding.explain import read_collectives
 from moe.training import TrainConfig
 
@@ -44,7 +44,8 @@ class Memory:
       optimizer: what the optimizer keeps.
       batch: the batch and all other arguments.
       results: outputs that do not replace an argument: metrics and expert load.
-      temporaries: activations, gradients and buffers, at the worst moment.
+      activations: what the forward pass keeps for the backward pass.
+      temporaries: gradients, copies and all else, at the worst moment.
       program: the machine code; None where none was made.
     """
 
@@ -52,6 +53,7 @@ class Memory:
     optimizer: int
     batch: int
     results: int
+    activations: int
     temporaries: int
     program: int | None
 
@@ -200,7 +202,7 @@ def plan_of(
     config, num_devices = step.config, step.mesh.size
     exchanges = read_collectives(step.program.text, dict(step.mesh.shape))
     memory, flops = _memory(step), product_flops(step.jaxpr) / num_devices
-    traffic = memory.total - (memory.program or 0) + memory.temporaries
+    traffic = memory.total - (memory.program or 0) + step.program.temporaries
     time = dollars = None
     if where is not None:
         time = model_step_time(
@@ -272,13 +274,16 @@ def count_parameters(config: TrainConfig, params: nnx.State) -> Parameters:
 def _memory(step: CompiledStep) -> Memory:
     program = step.program
     weights, optimizer = _stored(step.state.params), _stored(step.state.optimizer)
+    kept = sum(hlo.num_bytes(one.type) for one in hlo.Module(program.text).kept_for_backward())
+    activations = min(kept, program.temporaries)
     return Memory(
         weights=weights,
         optimizer=optimizer,
         # The TPU pads arrays to tiles: what is over the arrays' own bytes is counted here.
         batch=program.arguments - weights - optimizer,
         results=program.results,
-        temporaries=program.temporaries,
+        activations=activations,
+        temporaries=program.temporaries - activations,
         program=program.code,
     )
 

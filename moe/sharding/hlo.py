@@ -5,6 +5,7 @@ The text is of XLA's optimized module, the program of one device: shapes are par
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -12,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -34,6 +35,7 @@ _CALLED = re.compile(r"(\w+)=\{?(%[\w.-]+(?:, ?%[\w.-]+)*)\}?")
 _IOTA = r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
 # Everything but data that another instruction has already made.
 _NO_ARRAY_OF_ITS_OWN = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while"}
+_COPIES = {"tuple", "bitcast", "copy", "copy-start", "copy-done", "optimization-barrier"}
 
 
 def compile_and_print(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
@@ -86,6 +88,14 @@ class Instruction:
     def operands(self) -> list[str]:
         """Names of what it reads."""
         return re.findall(r"%[\w.-]+", self.rest.split(")")[0])
+
+    @property
+    def grad_pass(self) -> Literal["forward", "backward"] | None:
+        """The pass of `jax.grad` that it belongs to, by the name it got there."""
+        name = self.attribute(r'op_name="([^"]*)"') or ""
+        if "transpose(" in name:
+            return "backward"
+        return "forward" if "jvp(" in name else None
 
     def attribute(self, pattern: str) -> str | None:
         """The first group of a pattern in the attributes."""
@@ -150,6 +160,46 @@ class Module:
                 is_array = not instruction.type.startswith("(")
                 if is_array and instruction.opcode not in _NO_ARRAY_OF_ITS_OWN:
                     yield instruction
+
+    def kept_for_backward(self) -> Iterator[Instruction]:
+        """The arrays that the forward pass makes and the backward pass reads: activations.
+
+        Told apart by the names that JAX gives what `jax.grad` makes of a program. The program's own
+        level is enough: what a loop keeps of each turn, it hands on as one array. Left out is what is
+        in another memory than the main one, and what a loop hands on as it took it.
+        """
+        entry = self.computations[self.entry]
+        made = {one.name: one for one in entry}
+        readers = collections.defaultdict(list)
+        for one in entry:
+            for name in set(one.operands):
+                readers[name].append(one)
+
+        def read_backward(name: str) -> bool:
+            return any(
+                reader.grad_pass == "backward"
+                or (reader.opcode in _COPIES and read_backward(reader.name))
+                for reader in readers[name]
+            )
+
+        for one in entry:
+            if one.opcode in (*_COPIES, "constant") or one.type.startswith("(") or "S(" in one.type:
+                continue
+            maker = one
+            if one.opcode == "get-tuple-element":
+                maker = made[one.operands[0]]
+                if maker.opcode == "while" and self._hands_on(maker, one):
+                    continue
+            if maker.grad_pass == "forward" and read_backward(one.name):
+                yield one
+
+    def _hands_on(self, loop: Instruction, element: Instruction) -> bool:
+        """Whether a loop leaves this element of its state as it was."""
+        index = element.attribute(r"index=(\d+)")
+        body = self.computations[loop.attribute(r"body=(%[\w.-]+)") or ""]
+        after = {one.name: one for one in body}[body[-1].operands[int(index or 0)]]
+        before = after.opcode == "get-tuple-element" and after.attribute(r"index=(\d+)")
+        return before == index
 
     def loops(self, computation: str) -> tuple[Loop, ...]:
         """The loops that a computation is in, from the outermost."""

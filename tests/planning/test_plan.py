@@ -67,6 +67,15 @@ def test_a_device_holds_its_share_of_the_experts_and_all_else_whole(made):
     assert 0 <= made.memory.optimizer - 2 * made.memory.weights < 64
 
 
+def test_memory_is_told_apart_and_adds_up(step, made):
+    memory, program = made.memory, step.program
+    assert memory.total == program.arguments + program.results + program.temporaries + program.code
+    assert memory.activations + memory.temporaries == program.temporaries
+    # Kept of a device's row of 48 tokens: its logits, and at least each layer's input.
+    assert memory.activations > 4 * 48 * (V + 2 * PAIRS * M)
+    assert memory.temporaries > memory.weights  # the gradients, with a replicated update
+
+
 def test_the_step_has_four_all_to_alls_a_moe_layer_and_no_all_gather(made):
     # Forward there and back, backward there and back; two MoE layers of one expert axis.
     assert made.collectives("all-to-all") == 4 * PAIRS
@@ -96,6 +105,16 @@ def test_the_page_needs_no_network(made):
     page = plan_page(made)
     assert page.count('class="plotly-graph-div"') == 2
     assert not re.search(r'<(script|link|img)[^>]*(src|href)="http', page)
+
+
+@pytest.mark.slow
+def test_a_policy_that_computes_more_again_keeps_less():
+    def activations(remat):
+        model = dataclasses.replace(config().model, remat=remat)
+        return plan(config(model=model), simulated_devices(8)).memory.activations
+
+    kept = [activations(remat) for remat in POLICIES]
+    assert kept == sorted(kept, reverse=True) and kept[-1] < kept[0] / 3
 
 
 @pytest.mark.slow

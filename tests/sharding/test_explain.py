@@ -179,6 +179,21 @@ def test_a_reduce_scatter_is_told_as_one_where_the_compiler_writes_it_as_a_fusio
     assert (one.kind, one.axes, one.bytes_per_device) == ("reduce-scatter", ("data",), 8 * 6 * 4)
 
 
+@pytest.mark.parametrize("wrap", [lambda layer: layer, jax.checkpoint], ids=["kept", "again"])
+def test_what_the_backward_pass_reads_of_the_forward_pass_is_told(wrap):
+    def loss(w, x):
+        def layer(x, _):
+            return jnp.sin(x @ w), None
+
+        return jnp.sum(jax.lax.scan(wrap(layer), x, length=5)[0])
+
+    compiled = jax.jit(jax.grad(loss)).lower(jnp.ones((7, 7)), jnp.ones((3, 7))).compile()
+    kept = [hlo.shape_of(one.type) for one in hlo.Module(compiled.as_text()).kept_for_backward()]
+    # The input of each layer, for the gradient of w; without a checkpoint also cos(x @ w). Not w.
+    assert set(kept) == {("f32", (5, 3, 7))}
+    assert len(kept) == 1 if wrap is jax.checkpoint else len(kept) >= 2
+
+
 @pytest.mark.slow  # needs the extra [tpu]; `pip install '.[tpu]'`
 @pytest.mark.parametrize(
     ("config", "kind"),
