@@ -75,13 +75,14 @@ def run_sorted(plan: RoutingPlan, x_GSM: jax.Array, experts: Experts, num_chunks
     plan_specs = jax.tree.map(lambda leaf: groups if leaf.ndim else jax.P(), plan)
     weights = jax.tree.map(_constrained, weights, is_leaf=_is_variable)
     weight_specs = jax.tree.map(axes.spec, weights, is_leaf=_is_variable)
-    y_PGSM = jax.shard_map(
+    on_all_devices = jax.shard_map(
         on_one_device,
         in_specs=(groups, plan_specs, weight_specs),
         out_specs=jax.P(axes.summed or None, axes.groups),
         axis_names=manual,
         check_vma=False,
-    )(x_GSM, plan, weights)
+    )
+    y_PGSM = jax.jit(on_all_devices)(x_GSM, plan, weights)  # outside of a program JAX wants all axes
     return jnp.sum(y_PGSM, axis=0)
 
 

@@ -5,8 +5,9 @@
         x_GSM = split(x_GSM, 0, "expert")                   # the same by position
 
 Every annotation is the identity in value, and altogether without a mesh, so a layer runs unchanged on
-one device. Parameters carry their dimensions as Flax's own sharding metadata; `nnx.get_partition_spec`
-reads it too. Within a `jax.shard_map` an annotation may use the axes that are still automatic.
+one device. Outside of a program an array is moved at once. Parameters carry their dimensions as Flax's
+own sharding metadata; `nnx.get_partition_spec` reads it too. Within a `jax.shard_map` an annotation may
+use the axes that are still automatic.
 """
 
 from __future__ import annotations
@@ -179,7 +180,13 @@ def _annotate(x, dims, spec: PartitionSpec, mesh, *, pad: bool) -> jax.Array:
         _check_divides(x.shape, dims, spec, mesh)
     if AxisType.Auto not in types.values():
         return x  # the whole mesh is held by hand: nothing is left to say
-    return jax.lax.with_sharding_constraint(x, spec)
+    if isinstance(x, jax.core.Tracer):
+        return jax.lax.with_sharding_constraint(x, spec)
+    return _placed(x, spec)
+
+
+# Outside of a program `with_sharding_constraint` refuses arrays that are not on the mesh yet.
+_placed = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1)
 
 
 def _axes(entry: Axis | tuple[Axis, ...] | None, mesh) -> tuple[str, ...]:

@@ -24,6 +24,16 @@ def test_a_named_dimension_is_split_over_its_mesh_axes():
     assert x.addressable_shards[0].data.shape == (2, 3)
 
 
+@pytest.mark.parametrize("zeros", [np.zeros, jnp.zeros])
+def test_outside_of_a_program_an_array_is_put_where_its_annotation_says(zeros):
+    with jax.set_mesh(make_mesh(MeshConfig(data=2, expert=4))):
+        x = constrain(zeros((16, 3)), "groups", None)
+        uneven = constrain(zeros((7, 3)), "groups", None, pad=True)  # is not stored unevenly
+    assert x.sharding.spec[0] == ("data", "expert")
+    assert x.addressable_shards[0].data.shape == (2, 3)
+    assert uneven.shape == uneven.addressable_shards[0].data.shape == (7, 3)
+
+
 def test_the_layout_uses_only_axes_that_the_mesh_has():
     mesh = jax.make_mesh((8,), ("expert",))
     assert partition_spec(("groups", "exchanged_groups", None), mesh) == P(("expert",), None, None)

@@ -68,6 +68,18 @@ def test_a_mesh_changes_no_number(layer_and_inputs, config):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["gather", "sorted"])
+def test_the_layer_runs_on_a_mesh_outside_of_a_program_too(dispatch):
+    layer = MoE(M, H, E, group_size=L, dispatch=dispatch, rngs=nnx.Rngs(0))
+    x_BLM = jax.random.normal(jax.random.key(1), (B, L, M))
+    alone_BLM, _ = layer(x_BLM)
+    with jax.set_mesh(make_mesh(MeshConfig(data=2, expert=2, model=2))):
+        y_BLM, _ = layer(x_BLM)
+    assert y_BLM.sharding.spec[0] == ("data", "expert")
+    np.testing.assert_allclose(y_BLM, alone_BLM, rtol=1e-4, atol=1e-6)  # as above
+
+
 @pytest.mark.slow  # needs the extra [tpu]; `pip install '.[tpu]'`
 def test_the_tpu_compiler_keeps_the_contract(layer_and_inputs, tpu_slice):
     graph, params, x_BLM = layer_and_inputs
