@@ -15,7 +15,7 @@ from moe.layers.dispatch import Dispatch, DispatchChoice, choose_dispatch, run_e
 from moe.layers.experts import Activation, Experts
 from moe.layers.routers import Rule, Top2
 from moe.routing import RoutingPlan, SoftPlan
-from moe.sharding import constrain
+from moe.sharding import constrain, num_shards
 
 
 @jax.tree_util.register_dataclass
@@ -254,13 +254,23 @@ class MoE(nnx.Module):
         return jnp.sum(jnp.any(parts, axis=1), dtype=jnp.int32)
 
     def _group(self, x: jax.Array) -> jax.Array:
-        """Cuts B L tokens into groups of S in order: G S; what is missing in the last is zero."""
+        """Cuts B L tokens into groups of S in order: G S; what is missing in the last is zero.
+
+        Raises:
+          UserError: groups that the devices of a mesh cannot share.
+        """
         num_tokens = x.shape[0] * x.shape[1]
         group_size = min(self.group_size, num_tokens)
         missing = -num_tokens % group_size
         x_T = x.reshape(num_tokens, *x.shape[2:])
         x_T = jnp.pad(x_T, ((0, missing), *((0, 0),) * (x.ndim - 2)))
         x_GS = x_T.reshape(-1, group_size, *x.shape[2:])
+        if len(x_GS) % (num_devices := num_shards("groups")):
+            raise UserError(
+                f"group_size must give each device as many groups: got {self.group_size}, and so "
+                f"{len(x_GS)} groups of {num_tokens} tokens on {num_devices} devices. Take "
+                f"{max(1, num_tokens // num_devices)}, or change the batch or the mesh."
+            )
         return constrain(x_GS, "groups", *(None,) * (x_GS.ndim - 1))
 
 

@@ -82,7 +82,8 @@ def run_sorted(plan: RoutingPlan, x_GSM: jax.Array, experts: Experts, num_chunks
         axis_names=manual,
         check_vma=False,
     )
-    y_PGSM = jax.jit(on_all_devices)(x_GSM, plan, weights)  # outside of a program JAX wants all axes
+    # By jit, for outside of a program JAX maps over all axes or none.
+    y_PGSM = jax.jit(on_all_devices)(x_GSM, plan, weights)
     return jnp.sum(y_PGSM, axis=0)
 
 

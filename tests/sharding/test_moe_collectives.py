@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from moe.errors import UserError
 from moe.layers import MoE, Top2
 from moe.sharding import MeshConfig, count_collectives, make_mesh, shardings
 
@@ -66,6 +67,13 @@ def test_a_mesh_changes_no_number(layer_and_inputs, config):
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         # Sums over tokens are split over devices: float32 rounding in another order.
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_groups_that_the_devices_cannot_share_are_refused_with_a_size_that_works():
+    layer = MoE(M, H, E, rngs=nnx.Rngs(0))  # groups of 1024
+    told = r"group_size must .* got 1024, and so 1 groups of 192 tokens on 8 devices. Take 24"
+    with jax.set_mesh(make_mesh(MeshConfig(expert=8))), pytest.raises(UserError, match=told):
+        layer(jnp.zeros((B, L, M)))
 
 
 @pytest.mark.slow
