@@ -26,8 +26,8 @@ from moe.training.config import TrainConfig
 from moe.training.optimizer import make_optimizer
 from moe.training.state import TrainState, init_state
 
-# What may change when a run goes on: how long, where, what is recorded, and what `moe analyze` advises
-# to change in a run under way. The rest defines what is learnt from which batches.
+# What may change when a run goes on: how long, where and how it is computed, what is recorded, and what
+# `moe analyze` advises to change in a run under way. The rest defines what is learnt from which batches.
 MAY_CHANGE = (
     "run_dir",
     "steps",
@@ -38,6 +38,10 @@ MAY_CHANGE = (
     "max_skipped_in_a_row",
     "objective",
     "model.router",
+    "model.dispatch",
+    "model.exchange_chunks",
+    "model.remat",
+    "model.pipeline_rounds",
 )
 # What a run folder holds; anything else in it is the user's, and the folder is left alone.
 FILES = {

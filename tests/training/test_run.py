@@ -88,6 +88,14 @@ def test_a_run_goes_on_for_longer_and_on_another_mesh(copied):
     assert list(metrics(copied)) == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_how_a_run_is_computed_may_change_with_its_devices(copied):
+    config = small_config(copied)
+    pairs = config.source.pairs("train")
+    options = {"remat": "full", "dispatch": "einsum", "exchange_chunks": 2, "pipeline_rounds": 2}
+    other = dataclasses.replace(config.model, **options)
+    assert start_run(dataclasses.replace(config, model=other), pairs).config.model == other
+
+
 def test_another_configuration_is_refused_and_nothing_is_touched(copied):
     before = {p: p.read_bytes() for p in copied.rglob("*") if p.is_file()}
     other = dataclasses.replace(small_config(copied).model, d_hidden=48)
