@@ -1,4 +1,4 @@
-"""GShard's seven published models: 12.9 billion to 1.03 trillion expert weights.
+"""GShard's seven published models: 12.9 billion to 1.03 trillion expert weights. And GSPMD's, by name.
 
 Command:  moe plan experiments/gshard.py --model 2048e_36l --topology v5p:8x16x16
           moe train experiments/gshard.py    (128e_12l, on 128 devices)
@@ -14,11 +14,14 @@ decay. Rows are 128 tokens long on each side, and the batch counts the tokens of
 model's batch, which the paper does not give, is taken as 4 M too. Every chip holds whole weights and
 updates its part of them (arXiv:2004.13336), of which the paper says nothing; `--mesh.weight-update` has
 the other ways.
+GSPMD's dense models (`--model 64b` to `1t`) are those of gspmd.py.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+import gspmd
 
 from moe.data import MixtureConfig, TfdsSource, TokenizerConfig
 from moe.errors import UserError
@@ -53,8 +56,11 @@ MODELS = {
 
 def config(model: str = "128e_12l") -> TrainConfig:
     """The run of a published model, an expert of each layer on every device."""
+    if model in gspmd.MODELS:
+        return gspmd.config(model)
     if model not in MODELS:
-        raise UserError(f"model must be one of {', '.join(MODELS)}: got {model!r}. Choose one.")
+        known = ", ".join([*MODELS, *gspmd.MODELS])
+        raise UserError(f"model must be one of {known}: got {model!r}. Choose one.")
     published = MODELS[model]
     return TrainConfig(
         run_dir=f"runs/gshard/{model}",

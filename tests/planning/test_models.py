@@ -94,8 +94,12 @@ def test_gspmds_layers_have_the_parameters_that_name_the_model(model, gibi):
     assert 2 * m.num_encoder_layers * (attention + ffn) == gibi * 2**30
 
 
+def test_the_dense_models_are_found_beside_gshards():
+    assert read_experiment(GSHARD, "1t") == read_experiment(GSPMD, "1t")
+
+
 def test_an_unknown_published_model_is_told():
-    with pytest.raises(UserError, match="2048e_60l: got '4096e_12l'"):
+    with pytest.raises(UserError, match=r"2048e_60l, 64b, .* 1t: got '4096e_12l'"):
         read_experiment(GSHARD, "4096e_12l")
     with pytest.raises(UserError, match="1t: got '2t'"):
         read_experiment(GSPMD, "2t")
