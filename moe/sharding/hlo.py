@@ -195,11 +195,15 @@ class Module:
 
     def _hands_on(self, loop: Instruction, element: Instruction) -> bool:
         """Whether a loop leaves this element of its state as it was."""
-        index = element.attribute(r"index=(\d+)")
-        body = self.computations[loop.attribute(r"body=(%[\w.-]+)") or ""]
-        after = {one.name: one for one in body}[body[-1].operands[int(index or 0)]]
-        before = after.opcode == "get-tuple-element" and after.attribute(r"index=(\d+)")
-        return before == index
+        *body, root = self.computations[loop.attribute(r"body=(%[\w.-]+)") or ""]
+        index = element.attribute(r"index=(\d+)") or ""
+        if root.opcode != "tuple":
+            return False
+        return any(
+            one.opcode == "get-tuple-element" and one.attribute(r"index=(\d+)") == index
+            for one in body
+            if one.name == root.operands[int(index)]
+        )
 
     def loops(self, computation: str) -> tuple[Loop, ...]:
         """The loops that a computation is in, from the outermost."""
