@@ -1,7 +1,7 @@
 """The tables of docs/scaling.md: GShard's models, planned for as many TPU chips as experts.
 
 Command:  python experiments/gshard_plans.py runs/plans
-Hardware: two cores and the extra [tpu], no TPU: twelve minutes. The result is in docs/scaling.md.
+Hardware: two cores and the extra [tpu], no TPU: fifteen minutes. The result is in docs/scaling.md.
 
 One `moe plan` after the other, each in a process of its own, with its document in the folder. Plans that
 are there already are read, not made again. Then the tables, as Markdown.
