@@ -266,10 +266,11 @@ class MoE(nnx.Module):
         x_T = jnp.pad(x_T, ((0, missing), *((0, 0),) * (x.ndim - 2)))
         x_GS = x_T.reshape(-1, group_size, *x.shape[2:])
         if len(x_GS) % (num_devices := num_shards("groups")):
+            of_device, left = divmod(num_tokens, num_devices)
+            cure = "Change the batch or the mesh" if left else f"Take {of_device}, a group for each"
             raise UserError(
                 f"group_size must give each device as many groups: got {self.group_size}, and so "
-                f"{len(x_GS)} groups of {num_tokens} tokens on {num_devices} devices. Take "
-                f"{max(1, num_tokens // num_devices)}, or change the batch or the mesh."
+                f"{len(x_GS)} groups of {num_tokens} tokens on {num_devices} devices. {cure}."
             )
         return constrain(x_GS, "groups", *(None,) * (x_GS.ndim - 1))
 

@@ -69,11 +69,18 @@ def test_a_mesh_changes_no_number(layer_and_inputs, config):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_groups_that_the_devices_cannot_share_are_refused_with_a_size_that_works():
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (B, "of 192 tokens on 8 devices. Take 24"),
+        (3, "of 36 tokens on 8 devices. Change the batch"),
+    ],
+)
+def test_groups_that_the_devices_cannot_share_are_refused_with_a_size_that_works(rows, told):
     layer = MoE(M, H, E, rngs=nnx.Rngs(0))  # groups of 1024
-    told = r"group_size must .* got 1024, and so 1 groups of 192 tokens on 8 devices. Take 24"
+    told = f"group_size must .* got 1024, and so 1 groups {told}"
     with jax.set_mesh(make_mesh(MeshConfig(expert=8))), pytest.raises(UserError, match=told):
-        layer(jnp.zeros((B, L, M)))
+        layer(jnp.zeros((rows, L, M)))
 
 
 @pytest.mark.slow
